@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import triton
 
+from shoal.attention.backend import AttentionShape
 from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
 from shoal.attention.triton import (
     MIN_SPLIT,
@@ -35,6 +36,7 @@ from shoal.kernels.attention.paged_attention import (
     prefill_tiles,
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention, prefix_tiles
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import MAX_GROUPS, GroupField
 
 DEVICE = torch.device("cuda")
@@ -147,22 +149,28 @@ class Step:
         rows_S, starts_S, kv_lens_S = (
             torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (rows, starts, kv_lens)
         )
-        self.step = StepInput.mixed(
+        self.step = StepInput(
             token_ids_T=unused,
             positions_T=unused,
             rows_T=unused,
             rows_S=rows_S,
             query_starts_S=starts_S,
             kv_lens_S=kv_lens_S,
-            block_tables_RM=table.to(DEVICE)[:, 16:],
+            block_tables=(table.to(DEVICE)[:, 16:],),
             num_decodes=len(sequences) if decoding else 0,
             max_kv_len=max_kv_len,
             fresh_prefills=fresh,
             host=HostView(tuple(starts), tuple(kv_lens)),
         )
         self.backend = TritonBackend(
-            num_heads, num_kv_heads, head_dim, block_size, len(sequences), max_kv_len, DEVICE, BF16
+            AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5),
+            block_size,
+            len(sequences),
+            max_kv_len,
+            DEVICE,
+            BF16,
         )
+        self.caches = [LayerCache(layer) for layer in self.cache.unbind(1)]
         self.backend.begin(self.step)
         self.layer_bytes = sum(kv_lens) * 2 * num_kv_heads * head_dim * 2
         self.flops = sum(
@@ -178,7 +186,7 @@ class Step:
         members: list[int] = []
         for group in range(num_groups):
             seqs = list(range(group, num_seqs, num_groups))
-            self.step.block_tables_RM[seqs, : shared // 16] = self.step.block_tables_RM[
+            self.step.block_tables[0][seqs, : shared // 16] = self.step.block_tables[0][
                 group, : shared // 16
             ].clone()
             table[group] = torch.tensor([len(members), len(seqs), shared, group])
@@ -198,7 +206,7 @@ class Step:
             self.cache[:, layer],
             prefixes.groups,
             prefixes.members_S,
-            step.block_tables_RM,
+            step.block_tables[0],
             self.workspace,
             step.num_seqs,
             programs,
@@ -214,7 +222,7 @@ class Step:
                 self.out,
                 step.rows_S,
                 step.kv_lens_S,
-                step.block_tables_RM,
+                step.block_tables[0],
                 self.workspace,
                 step.num_seqs,
                 splits,
@@ -225,7 +233,7 @@ class Step:
             )
 
     def attend(self, layer: int = 0) -> torch.Tensor:
-        return self.backend.attend(self.q, self.k, self.v, self.cache[:, layer], self.step, None)
+        return self.backend.attend(self.q, self.k, self.v, self.caches[layer], self.step)
 
     def decode(
         self, splits: int, tiles: AttentionTiles, min_split: int, workspace: DecodeWorkspace, layer: int
@@ -237,7 +245,7 @@ class Step:
             self.out,
             step.rows_S,
             step.kv_lens_S,
-            step.block_tables_RM,
+            step.block_tables[0],
             workspace,
             step.num_decodes,
             splits,
@@ -258,7 +266,7 @@ class Step:
             step.query_starts_S,
             step.kv_lens_S,
             step.rows_S,
-            step.block_tables_RM,
+            step.block_tables[0],
             0,
             self.num_tokens,
             self.backend.scale,

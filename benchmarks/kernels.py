@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.kernels import activation, norm, reference, rope, triton_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
 from shoal.kernels.moe import moe
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
@@ -241,7 +242,7 @@ def bench_rope(sweep: bool) -> None:
         store = partial(
             triton_ops.qk_norm_rope_store, qkv, weight, weight, 1e-6, cos_sin, positions, rows, tables
         )
-        run = partial(_store_layer, store, kv, heads, kv_heads)
+        run = partial(_store_layer, store, [LayerCache(layer) for layer in kv.unbind(1)])
         others = []
         for count in (2, 4, 8, 16, 32) if sweep else ():
             with mock.patch.object(rope, "heads_per_program", return_value=count):
@@ -256,8 +257,8 @@ def bench_rope(sweep: bool) -> None:
         )
 
 
-def _store_layer(store: Callable[..., None], kv: torch.Tensor, heads: int, kv_heads: int, layer: int) -> None:
-    store(kv[:, layer], heads, kv_heads)
+def _store_layer(store: Callable[..., None], caches: list[LayerCache], layer: int) -> None:
+    store(caches[layer])
 
 
 SAMPLING = {
@@ -424,7 +425,7 @@ def bench_launch(sweep: bool) -> None:
         "add_rms_norm": lambda: triton_ops.add_rms_norm(x, x, weight, 1e-6),
         "silu_mul": lambda: triton_ops.silu_mul(qkv),
         "qk_norm_rope": lambda: triton_ops.qk_norm_rope_store(
-            qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, kv, 16, 8
+            qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, LayerCache(kv)
         ),
     }
     for name, call in calls.items():

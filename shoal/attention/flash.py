@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import torch
 
+from shoal.attention.backend import AttentionShape
 from shoal.attention.step_input import StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.errors import ConfigError
+from shoal.kernels.layer_cache import LayerCache
 
 
 def import_or_refuse(module: str, package: str, option: str) -> ModuleType:
@@ -47,15 +48,12 @@ class FlashAttentionBackend(TritonBackend):
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
-        scale: float | None = None,
     ) -> None:
         require_half("flash_attn", dtype)
         if block_size % 256:
@@ -64,9 +62,7 @@ class FlashAttentionBackend(TritonBackend):
                 "needs; set it to 256"
             )
         self.varlen = import_or_refuse("flash_attn", "flash-attn", "flash_attn").flash_attn_varlen_func
-        super().__init__(
-            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype, scale
-        )
+        super().__init__(shape, block_size, max_num_seqs, max_model_len, device, dtype)
 
     def begin(self, step: StepInput) -> None:
         if step.host is None:  # a step of decodes alone, which are not flash-attn's
@@ -77,23 +73,24 @@ class FlashAttentionBackend(TritonBackend):
         self.kv_starts = torch.nn.functional.pad(
             step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
         )
-        self.block_table_SM = step.block_tables_RM[step.rows_S[prefills].long()]
+        rows_S = step.rows_S[prefills].long()
+        self.block_tables = [tables_RM[rows_S] for tables_RM in step.block_tables]
 
     def prefill(
         self,
         q_THN: torch.Tensor,
         k_TGN: torch.Tensor,
         v_TGN: torch.Tensor,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         step: StepInput,
-        window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
-        scales_2G: torch.Tensor | None,
     ) -> None:
         first = step.num_decodes
-        paged: dict[str, Any] = {} if step.fresh_prefills else {"block_table": self.block_table_SM}
-        k, v = (k_TGN[first:], v_TGN[first:]) if step.fresh_prefills else kv_layer.transpose(2, 3).unbind(1)
+        k, v, paged = k_TGN[first:], v_TGN[first:], {}
+        if not step.fresh_prefills:
+            k, v = cache.blocks.transpose(2, 3).unbind(1)
+            paged = {"block_table": self.block_tables[cache.table]}
         out_THN[first:] = self.varlen(
             q_THN[first:],
             k,
@@ -104,7 +101,7 @@ class FlashAttentionBackend(TritonBackend):
             step.max_kv_len,
             softmax_scale=self.scale,
             causal=True,
-            window_size=(window - 1 if window else -1, -1),
+            window_size=(cache.window - 1 if cache.window else -1, -1),
             **paged,
         )
 
@@ -116,39 +113,34 @@ class FlashInferBackend(TritonBackend):
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
-        scale: float | None = None,
     ) -> None:
         require_half("flashinfer", dtype)
         flashinfer = import_or_refuse("flashinfer", "flashinfer-python", "flashinfer")
-        super().__init__(
-            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype, scale
-        )
-        self.num_heads, self.head_dim, self.block_size, self.dtype = num_heads, head_dim, block_size, dtype
+        super().__init__(shape, block_size, max_num_seqs, max_model_len, device, dtype)
+        self.shape, self.dtype = shape, dtype
         # FlashInfer's documentation recommends this size.
         scratch = torch.empty(128 << 20, dtype=torch.uint8, device=device)
         self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND")
-        # The window of the plan that the wrapper holds for this step. None: there is no plan yet.
-        self.planned: tuple[int | None] | None = None
+        # Window and block table of the plan that the wrapper holds for this step. None: there is no plan yet.
+        self.planned: tuple[int | None, int] | None = None
 
     def begin(self, step: StepInput) -> None:
         self.planned = None  # The first layer makes the plan, as it knows the window.
 
-    def plan(self, step: StepInput, window: int | None) -> None:
-        """Makes the wrapper's plan, on the host. It is made once a step if all layers have the same window.
-        Lengths come from the host, block ids from the device's tables."""
+    def plan(self, step: StepInput, cache: LayerCache) -> None:
+        """Makes the wrapper's plan, on the host. It is made once a step if all layers have the same
+        window and block table. Lengths come from the host, block ids from the device's tables."""
         assert step.host is not None  # captures_mixed is False
         first = step.num_decodes
         lens = torch.tensor(step.host.kv_lens[first:], dtype=torch.int32)
         num_blocks_S = (lens + self.block_size - 1) // self.block_size
-        tables_SM = step.block_tables_RM[step.rows_S[first:].long()]
+        tables_SM = step.block_tables[cache.table][step.rows_S[first:].long()]
         used = torch.arange(tables_SM.shape[1]) < num_blocks_S[:, None]
         starts = torch.tensor(step.host.query_starts[first:], dtype=torch.int32) - first
         self.wrapper.plan(
@@ -156,30 +148,28 @@ class FlashInferBackend(TritonBackend):
             torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)),
             tables_SM[used.to(tables_SM.device)],
             (lens - 1) % self.block_size + 1,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
             self.block_size,
             causal=True,
             sm_scale=self.scale,
-            window_left=window - 1 if window else -1,
+            window_left=cache.window - 1 if cache.window else -1,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
-        self.planned = (window,)
+        self.planned = cache.window, cache.table
 
     def prefill(
         self,
         q_THN: torch.Tensor,
         k_TGN: torch.Tensor,
         v_TGN: torch.Tensor,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         step: StepInput,
-        window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
-        scales_2G: torch.Tensor | None,
     ) -> None:
-        if self.planned != (window,):
-            self.plan(step, window)
-        out_THN[step.num_decodes :] = self.wrapper.run(q_THN[step.num_decodes :], kv_layer)
+        if self.planned != (cache.window, cache.table):
+            self.plan(step, cache)
+        out_THN[step.num_decodes :] = self.wrapper.run(q_THN[step.num_decodes :], cache.blocks)

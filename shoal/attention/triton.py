@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shoal.attention.backend import AttentionShape
 from shoal.attention.step_input import HostView, StepInput
 from shoal.kernels.attention.fp8_cache import unpack_blocks
 from shoal.kernels.attention.paged_attention import (
@@ -27,6 +28,7 @@ from shoal.kernels.attention.paged_attention import (
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
+from shoal.kernels.layer_cache import LayerCache
 
 if HAS_GLUON:
     from shoal.kernels.attention import hopper_attention as hopper
@@ -95,7 +97,7 @@ def prefill_splits(num_tasks: int, num_sms: int) -> int:
 class UnpackedBlocks:
     """Blocks of an fp8 cache that become plain numbers for Hopper's kernel, sequence after sequence."""
 
-    blocks_B: torch.Tensor  # their ids in the cache
+    blocks_B: tuple[torch.Tensor, ...]  # their ids in the cache, by each of StepInput.block_tables
     firsts_S: torch.Tensor  # where each sequence's blocks begin among them
     table_B1: torch.Tensor  # counts them: from its row firsts_S[s] on it is the block table of sequence s
 
@@ -108,23 +110,19 @@ class TritonBackend:
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
-        scale: float | None = None,
         fp8_cache: bool = False,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim). holding: the
-        region for partial results, which need not outlive a step."""
+        """holding: the region for partial results, which need not outlive a step."""
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.num_kv_heads = num_kv_heads
+        self.scale, self.num_kv_heads = shape.scale, num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
@@ -181,41 +179,33 @@ class TritonBackend:
         plan = np.concatenate((firsts, seqs, np.arange(len(seqs)) - firsts[seqs])).astype(np.int32)
         on_device = host.upload(plan).to(step.rows_S.device, non_blocking=True)
         firsts_S, seqs_B, index_B = on_device.split((len(firsts), len(seqs), len(seqs)))
-        blocks_B = step.block_tables_RM[step.rows_S[seqs_B].long(), index_B.long()]
+        rows_B, index_B = step.rows_S[seqs_B].long(), index_B.long()
+        blocks_B = tuple(tables_RM[rows_B, index_B] for tables_RM in step.block_tables)
         numbers_B = torch.arange(len(seqs), dtype=torch.int32, device=step.rows_S.device)
         return UnpackedBlocks(blocks_B, firsts_S, numbers_B.as_strided((len(seqs), 1), (1, 1)))
 
-    def reads_k(self, window: int | None) -> bool:
-        return not self.fp8_cache and (self.work is None or window is not None)
+    def reads_k(self, cache: LayerCache) -> bool:
+        return not self.fp8_cache and (self.work is None or cache.window is not None)
 
     def attend(
         self,
         q_THN: torch.Tensor,
         k_TGN: torch.Tensor,
         v_TGN: torch.Tensor,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         step: StepInput,
-        window: int | None,
         selected: bool = False,
-        scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out_THN = empty_matmul_input(q_THN, *q_THN.shape)
         if step.num_decodes:
-            self.decode(q_THN, kv_layer, step, window, out_THN, scales_2G)
+            self.decode(q_THN, cache, step, out_THN)
         if step.num_seqs > step.num_decodes:
-            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected, scales_2G)
+            self.prefill(q_THN, k_TGN, v_TGN, cache, step, out_THN, selected)
         return out_THN
 
-    def decode(
-        self,
-        q_THN: torch.Tensor,
-        kv_layer: torch.Tensor,
-        step: StepInput,
-        window: int | None,
-        out_THN: torch.Tensor,
-        scales_2G: torch.Tensor | None,
-    ) -> None:
+    def decode(self, q_THN: torch.Tensor, cache: LayerCache, step: StepInput, out_THN: torch.Tensor) -> None:
         """Writes out_THN of the first num_decodes tokens; an empty place gets zeros."""
+        tables_RM = step.block_tables[cache.table]
         sizes = step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms
         num_cut = None
         if step.sparse_decodes:
@@ -225,41 +215,41 @@ class TritonBackend:
         else:
             splits = decode_splits(*sizes)
         parts, prefix_lens_S = 0, None
-        if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
+        if step.prefixes is not None and cache.window is None and step.num_decodes >= SHARE_FROM:
             parts = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms)
             prefix_lens_S = step.prefixes.lens_S
             # decode_attention must be the very next launch: its kernel works beside this one's (pdl.py).
             prefix_attention(
                 q_THN,
-                kv_layer,
+                cache.blocks,
                 step.prefixes.groups,
                 step.prefixes.members_S,
-                step.block_tables_RM,
+                tables_RM,
                 self.workspace,
                 step.num_decodes,
                 PREFIX_PROGRAMS_PER_SM * self.num_sms,
                 splits,
                 parts,
                 self.scale,
-                scales_2G=scales_2G,
+                scales_2G=cache.scales_2G,
             )
         decode_attention(
             q_THN,
-            kv_layer,
+            cache.blocks,
             out_THN,
             step.rows_S,
             step.kv_lens_S,
-            step.block_tables_RM,
+            tables_RM,
             self.workspace,
             step.num_decodes,
             splits,
             self.scale,
-            window,
+            cache.window,
             min_split=MIN_SPLIT,
             prefix_lens_S=prefix_lens_S,
             max_parts=parts,
             num_cut=num_cut,
-            scales_2G=scales_2G,
+            scales_2G=cache.scales_2G,
         )
 
     def prefill(
@@ -267,25 +257,25 @@ class TritonBackend:
         q_THN: torch.Tensor,
         k_TGN: torch.Tensor,
         v_TGN: torch.Tensor,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         step: StepInput,
-        window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
-        scales_2G: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
+        blocks, window, scales_2G = cache.blocks, cache.window, cache.scales_2G
+        rows_S, tables_RM = step.rows_S, step.block_tables[cache.table]
         if self.work is not None and window is None:
             work = self.work[: self.selected_work] if selected else self.work
-            rows_S, tables_RM = step.rows_S, step.block_tables_RM
             if len(work) and scales_2G is not None:
                 assert self.unpacked is not None
-                kv_layer = unpack_blocks(kv_layer, scales_2G, self.unpacked.blocks_B, q_THN.dtype)
+                ids_B = self.unpacked.blocks_B[cache.table]
+                blocks = unpack_blocks(blocks, scales_2G, ids_B, q_THN.dtype)
                 rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
             if len(work):
                 hopper.hopper_prefill_attention(
-                    q_THN, kv_layer, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
+                    q_THN, blocks, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
                 )
         else:
             paged, splits = scales_2G is not None or not step.fresh_prefills, 1
@@ -296,12 +286,12 @@ class TritonBackend:
                 q_THN,
                 k_TGN,
                 v_TGN,
-                kv_layer,
+                blocks,
                 out_THN,
                 step.query_starts_S,
                 step.kv_lens_S,
-                step.rows_S,
-                step.block_tables_RM,
+                rows_S,
+                tables_RM,
                 step.num_decodes,
                 step.max_prefill_tokens,
                 self.scale,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from shoal.errors import ConfigError
+from shoal.kernels.layer_cache import LayerCache
 
 if TYPE_CHECKING:  # It needs Triton.
     from shoal.kernels.moe.packed_moe import PackedExperts
@@ -58,7 +59,7 @@ class Ops(Protocol):
 
     def qk_norm_rope_store(
         self,
-        qkv: torch.Tensor,
+        qkv_TX: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
         eps: float,
@@ -66,11 +67,8 @@ class Ops(Protocol):
         positions_T: torch.Tensor,
         rows_T: torch.Tensor,
         block_tables_RM: torch.Tensor,
-        kv_layer: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
+        cache: LayerCache,
         keep_k: bool = True,
-        scales_2G: torch.Tensor | None = None,
     ) -> None: ...
 
     def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...

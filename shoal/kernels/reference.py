@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field, signed
 
 # The multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector. The salts only
@@ -85,7 +86,7 @@ def add_norm_linear(
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
+    qkv_TX: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
@@ -93,37 +94,35 @@ def qk_norm_rope_store(
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
-    kv_layer: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    cache: LayerCache,
     keep_k: bool = True,
-    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Normalises the q and k heads of qkv, [T, (H + 2G) * N], in place if there are weights, rotates them in
-    place, and stores k and v in the cache.
+    place, and stores k and v in the layer's cache.
 
-    cos_sin is [max_position, N]: cosines, then sines. Nothing is stored for padding (row or position -1), and
-    its qkv is undefined afterwards. Without `keep_k` nobody reads k in qkv, and it may be undefined there,
-    too. With `scales_2G` (keys', then values') the cache gets fp8 numbers.
+    cos_sin is [max_position, N]: cosines, then sines. block_tables_RM is the step's table of number
+    `cache.table`. Nothing is stored for padding (row or position -1), and its qkv is undefined afterwards.
+    Without `keep_k` k is not read from qkv afterwards, and may be undefined there, too.
     """
-    head_dim = cos_sin.shape[1]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    blocks, scales_2G = cache.blocks, cache.scales_2G
+    num_kv_heads, block_size, head_dim = blocks.shape[2:]
+    heads = qkv_TX.view(qkv_TX.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
     q_THN, k_TGN, v_TGN = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     positions = positions_T.long()
     cos, sin = cos_sin[positions.clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
     for x, weight in ((q_THN, q_weight), (k_TGN, k_weight)):
         first, second = (x if weight is None else rms_norm(x, weight, eps)).float().chunk(2, dim=-1)
         x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    block_size = kv_layer.shape[3]
     stored = ((rows_T >= 0) & (positions_T >= 0)).nonzero().squeeze(1)
     positions = positions[stored]
-    blocks = block_tables_RM[rows_T[stored].long(), positions // block_size].long()
+    ids = block_tables_RM[rows_T[stored].long(), positions // block_size].long()
     for kind, x_TGN in enumerate((k_TGN, v_TGN)):
         if scales_2G is None:
-            kv_layer[blocks, kind, :, positions % block_size] = x_TGN[stored]
+            blocks[ids, kind, :, positions % block_size] = x_TGN[stored]
         else:
             fp8 = to_fp8(x_TGN[stored], scales_2G[kind, :, None])
-            kv_layer.view(torch.uint8)[blocks, kind, :, positions % block_size] = fp8.view(torch.uint8)
+            blocks.view(torch.uint8)[ids, kind, :, positions % block_size] = fp8.view(torch.uint8)
 
 
 def to_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

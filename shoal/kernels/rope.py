@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -136,7 +137,7 @@ def _qk_norm_rope_store_kernel(
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
+    qkv_TX: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
@@ -144,17 +145,15 @@ def qk_norm_rope_store(
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
-    kv_layer: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    cache: LayerCache,
     keep_k: bool = True,
-    scales_2G: torch.Tensor | None = None,
 ) -> None:
-    """Works in place on qkv, [T, (H + 2G) * N], and writes into the cache. Padding tokens (row or position
-    -1) are left alone. Without `keep_k` nobody reads k in qkv. For many tokens it is then not written back,
-    which saves time (benchmarks/results/kernels.md). With `scales_2G` the cache has fp8 numbers."""
-    head_dim, num_tokens = cos_sin.shape[1], qkv.shape[0]
-    assert qkv.is_contiguous() and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    """As reference.qk_norm_rope_store. Padding tokens are left alone. Without `keep_k`, k of many tokens is
+    not written back, which saves time (benchmarks/results/kernels.md)."""
+    kv_layer, scales_2G = cache.blocks, cache.scales_2G
+    num_tokens, (_, _, num_kv_heads, block_size, head_dim) = qkv_TX.shape[0], kv_layer.shape
+    num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+    assert qkv_TX.is_contiguous() and num_heads > 0 and cos_sin.shape[1] == head_dim
     assert (
         (q_weight is None) == (k_weight is None)
         and kv_layer.stride(3) == head_dim
@@ -166,7 +165,7 @@ def qk_norm_rope_store(
     half = next_power_of_2(head_dim // 2)
     heads = heads_per_program(num_tokens, all_heads)
     _qk_norm_rope_store_kernel[(num_tokens, cdiv(all_heads, heads))](
-        qkv,
+        qkv_TX,
         q_weight,
         k_weight,
         eps,
@@ -184,7 +183,7 @@ def qk_norm_rope_store(
         G=num_kv_heads,
         N=head_dim,
         HAS_NORM=q_weight is not None,
-        BLOCK_SIZE=kv_layer.shape[3],
+        BLOCK_SIZE=block_size,
         HEADS=heads,
         HALF=half,
         ONE_WAVE=num_tokens <= ONE_WAVE,

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step_input import AttentionBackend, StepInput
+from shoal.attention.backend import AttentionShape, Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
@@ -15,22 +17,27 @@ from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 
 
+def attention_shape(config: ModelConfig, tp_size: int) -> AttentionShape:
+    """The heads of the layers on each rank."""
+    return AttentionShape(
+        config.num_heads // tp_size,
+        config.kv_heads_per_rank(tp_size),
+        config.head_dim,
+        config.attention_scale,
+    )
+
+
 class Attention(nn.Module):
     """Shapes: T tokens, S selected tokens, H query heads and G kv heads on this rank, N head size, D
     hidden."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
+        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
-        self.window = config.windows[layer]
-        # The scales of keys and of values in an fp8 cache, float32 [2, G]. None: the cache has plain numbers.
-        self.scales_2G: torch.Tensor | None = None
-        self.num_heads = config.num_heads // tp.size
+        self.ops, self.eps, self.shape = ops, config.rms_norm_eps, attention_shape(config, tp.size)
+        self.backend, n = backends[self.shape], config.head_dim
         replicas = config.kv_head_replicas(tp.size)
-        self.num_kv_heads = config.kv_heads_per_rank(tp.size)
-        self.head_dim = n = config.head_dim
         self.qkv_proj = Linear(
             config.hidden_size,
             {
@@ -66,7 +73,7 @@ class Attention(nn.Module):
         residual_TD: torch.Tensor,
         norm: RMSNorm,
         step: StepInput,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -74,7 +81,7 @@ class Attention(nn.Module):
         and the new residual, which is residual + x. Both are [S, D] if `select_S` says which tokens are
         wanted. `norm` is taken of the new residual before the matmul."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
-        out, residual = self.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
+        out, residual = self.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
         return (None if out is None else self.o_proj.add_to(out, residual)), residual
 
     def attend(
@@ -82,14 +89,14 @@ class Attention(nn.Module):
         qkv: torch.Tensor,
         residual_TD: torch.Tensor,
         step: StepInput,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Turns the output of the q, k, v matmul, [T, (H + 2G) * N], into the input of the output matmul,
         [T, H * N], and returns it with the residual. `select_S` restricts both to the selected tokens. If it
         selects nothing, the first result is None."""
-        h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
+        h, g, n = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         q_norm, k_norm = self.head_norms()
         self.ops.qk_norm_rope_store(
             qkv,
@@ -99,28 +106,16 @@ class Attention(nn.Module):
             cos_sin,
             step.positions_T,
             step.rows_T,
-            step.block_tables_RM,
-            kv_layer,
-            h,
-            g,
-            self.backend.reads_k(self.window),
-            self.scales_2G,
+            step.block_tables[cache.table],
+            cache,
+            self.backend.reads_k(cache),
         )
         # No token is selected of a chunk that ends no prompt: such a chunk runs for what it writes to the
         # cache.
         if select_S is not None and len(select_S) == 0:
             return None, residual_TD[:0]
-        heads = qkv.view(-1, h + 2 * g, n)
-        out_THN = self.backend.attend(
-            heads[:, :h],
-            heads[:, h : h + g],
-            heads[:, h + g :],
-            kv_layer,
-            step,
-            self.window,
-            selected=select_S is not None,
-            scales_2G=self.scales_2G,
-        )
+        q_THN, k_TGN, v_TGN = qkv.view(-1, h + 2 * g, n).split((h, g, g), dim=1)
+        out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, selected=select_S is not None)
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]

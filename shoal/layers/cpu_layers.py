@@ -15,6 +15,7 @@ import torch
 from shoal.attention.step_input import StepInput
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu.linear import PackedWeight
+from shoal.kernels.layer_cache import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,6 @@ class LayerWeights:
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    scales_2G: torch.Tensor | None  # scales of an fp8 cache
-    window: int | None
 
 
 class CpuLayers:
@@ -45,20 +44,37 @@ class CpuLayers:
         assert library is not None  # Without the library there is no PackedWeight.
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
-        names = [field.name for field in fields(LayerWeights)]
-        self._structs = (cpu_build.Layer * len(layers))(
-            *(cpu_build.Layer(*(_address(getattr(w, name)) for name in names)) for w in layers)
-        )
+        self._caches: Sequence[LayerCache] = ()
+        self._structs: ctypes.Array[cpu_build.Layer] = (cpu_build.Layer * 0)()
         first = layers[0]
         self._scratch_floats = (
             first.qkv.header.outs + first.o.header.cols + first.gate_up.header.outs + first.down.header.cols
         )
 
+    def _describe(self, caches: Sequence[LayerCache]) -> None:
+        """Fills in the structs of layers that have these caches, which are the same in all steps."""
+        names = [field.name for field in fields(LayerWeights)]
+        self._caches = caches
+        self._structs = (cpu_build.Layer * len(caches))(
+            *(
+                cpu_build.Layer(
+                    *(_address(getattr(weights, name)) for name in names),
+                    cache.blocks.data_ptr(),
+                    _address(cache.scales_2G),
+                    cache.window or 0,
+                )
+                for weights, cache in zip(self._layers, caches, strict=True)
+            )
+        )
+
     def __call__(
-        self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor, cos_sin: torch.Tensor
+        self, residual_TD: torch.Tensor, step: StepInput, caches: Sequence[LayerCache], cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """Runs all layers. `residual_TD` holds the embeddings, and all results but the last layer's are added
-        to it in place. That last result is returned, for the final norm to add. Raises MemoryError."""
+        to it in place. That last result is returned, for the final norm to add. The caches are views into
+        one tensor, with the same block table. Raises MemoryError."""
+        if caches is not self._caches:
+            self._describe(caches)
         tokens = residual_TD.shape[0]
         x_TD, scratch = torch.empty_like(residual_TD), torch.empty(tokens * self._scratch_floats)
         assert (
@@ -67,9 +83,7 @@ class CpuLayers:
             and cos_sin.is_contiguous()
         )
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
-        cache = cpu_build.describe_cache(
-            kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G
-        )
+        cache = cpu_build.describe_cache(caches[0], step.block_tables[caches[0].table], self._num_heads)
         sequences = cpu_build.describe_sequences(
             step.rows_S, step.query_starts_S, step.kv_lens_S, step.max_kv_len
         )
@@ -85,7 +99,6 @@ class CpuLayers:
             ctypes.addressof(self._structs),
             len(self._layers),
             ctypes.addressof(cache),
-            kv.stride(1) * kv.itemsize,
             ctypes.addressof(sequences),
             ctypes.addressof(described),
             residual_TD.data_ptr(),
@@ -96,10 +109,8 @@ class CpuLayers:
         return x_TD
 
 
-def _address(value: PackedWeight | torch.Tensor | int | None) -> int | None:
-    if isinstance(value, PackedWeight):
-        return value.address
+def _address(value: PackedWeight | torch.Tensor | None) -> int | None:
     if isinstance(value, torch.Tensor):
         assert value.dtype == torch.float32 and value.is_contiguous()
         return value.data_ptr()
-    return value or 0
+    return None if value is None else value.address

@@ -6,18 +6,18 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.attention.step_input import AttentionBackend, StepInput
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
 from shoal.errors import CheckpointError, ConfigError
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
-from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import Holding, MatrixLayer
@@ -55,6 +55,15 @@ def check_parallel(config: ModelConfig, size: int) -> None:
         )
 
 
+def one_of_each(kinds: Sequence[Hashable]) -> list[int]:
+    """Returns the first layer of each kind and the last layer. Layer 0 has no sum before its norm, and the
+    last one ends with selected tokens, so both launch kernels of their own."""
+    first: dict[Hashable, int] = {}
+    for i, kind in enumerate(kinds[:-1]):
+        first.setdefault(kind, i)
+    return [*first.values(), len(kinds) - 1]
+
+
 class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
@@ -69,7 +78,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         ops: Ops,
-        backend: AttentionBackend,
+        backends: Backends,
         max_position: int,
         keep_quantized: bool = False,
         quantizes: bool = False,
@@ -77,15 +86,16 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_parallel(config, tp.size)
-        self.config, self.backend, self.keep_quantized = config, backend, keep_quantized
+        self.config, self.backends, self.keep_quantized = config, tuple(backends.values()), keep_quantized
         # all layers as one call; None where that is not possible
         self.fused: Callable[..., torch.Tensor] | None = None
         device = torch.get_default_device()
         with torch.device("meta") if keep_quantized else nullcontext():
             self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
             self.layers = nn.ModuleList(
-                build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
+                build_layer(config, i, tp, ops, backends) for i in range(config.num_layers)
             )
+            self.running = [*enumerate(self.layers)]  # the layers that a step runs
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
@@ -106,53 +116,41 @@ class Decoder(nn.Module):
     def forward(
         self,
         step: StepInput,
-        kv: torch.Tensor,
+        caches: Sequence[LayerCache],
         select_S: torch.Tensor | None = None,
         after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64). `after_layer` is
-        called when a layer has been launched, or on the CPU, when it has run."""
+        """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64). Layer i gets
+        caches[i]. `after_layer` is called when a layer has been launched, or on the CPU, when it has run."""
+        for backend in self.backends:
+            backend.begin(step)
         x, residual = None, self.embed_tokens.embed(step.token_ids_T)
         if self.config.embedding_multiplier != 1.0:
             residual.mul_(self.config.embedding_multiplier)
         if self.fused is not None and after_layer is None:
-            x = self.fused(residual, step, kv, self.cos_sin)
+            x = self.fused(residual, step, caches, self.cos_sin)
             if select_S is not None:
                 x, residual = x[select_S], residual[select_S]
         else:
             last = len(self.layers) - 1
-            for i, layer in enumerate(self.layers):
-                x, residual = layer(
-                    x, residual, step, kv[:, i], self.cos_sin, select_S if i == last else None
-                )
+            for i, layer in self.running:
+                selected_S = select_S if i == last else None
+                x, residual = layer(x, residual, step, caches[i], self.cos_sin, selected_S)
                 if after_layer is not None:
                     after_layer(i)
         return self.norm.add(x, residual)
 
-    def scale_cache(self, scales_L2G: torch.Tensor, first_head: int, device: torch.device) -> None:
-        """The cache will have fp8 numbers with these scales, of all layers and kv heads. This rank's heads
-        begin with `first_head`. To be called before the weights come."""
-        attentions = (module for module in self.modules() if isinstance(module, Attention))
-        for attention, scales_2G in zip(attentions, scales_L2G, strict=True):
-            own = scales_2G[:, first_head : first_head + attention.num_kv_heads]
-            attention.scales_2G = own.contiguous().to(device)
-
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """For a rehearsal: while this is open, a step runs one layer of each kind, which launches all of its
-        kernels in a fraction of the time. Its results mean nothing.
-
-        The first layer is among them, as it has no sum before its norm, and the last one, as it ends with
-        selected tokens."""
-        layers = self.layers
-        kinds: dict[Any, nn.Module] = {}
-        for layer in layers[:-1]:  # type: ignore[union-attr]
-            kinds.setdefault((type(layer.mlp), layer.self_attn.window), layer)  # type: ignore[union-attr]
-        self.layers = nn.ModuleList([*kinds.values(), layers[-1]])
+        kernels in a fraction of the time. Its results mean nothing."""
+        kinds = [(self.config.is_moe_layer(i), window) for i, window in enumerate(self.config.windows)]
+        running = self.running
+        self.running = [(i, self.layers[i]) for i in one_of_each(kinds)]
         try:
             yield
         finally:
-            self.layers = layers
+            self.running = running
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """[S, D] final hidden states to the logits of this rank's tokens (`lm_head.whole` joins them)."""
@@ -189,7 +187,7 @@ class Decoder(nn.Module):
         if self.keep_quantized and self.norm.weight.device.type == "cpu":
             from shoal.models.fused import fuse_layers
 
-            self.fused = fuse_layers(self.layers, self.config, self.backend)
+            self.fused = fuse_layers(self.layers, self.config)
 
     @torch.no_grad()
     def load_dummy_weights(self, seed: int = 0) -> None:

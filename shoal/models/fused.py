@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.attention.step_input import AttentionBackend
 from shoal.kernels.cpu.linear import PackedWeight
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
@@ -12,7 +11,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.layer import DecoderLayer
 
 
-def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend) -> CpuLayers | None:
+def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
     """None where the C call can't run them. It knows dense layers of the Llama line alone, without
     multipliers, and matmuls that are packed for the C library and whole on this rank."""
     weights = []
@@ -41,8 +40,6 @@ def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend
                 post_norm=layer.post_attention_layernorm.weight,
                 q_norm=None if attention.q_norm is None else attention.q_norm.weight,
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-                scales_2G=attention.scales_2G,
-                window=attention.window,
             )
         )
-    return CpuLayers(weights, config.num_heads, config.rms_norm_eps, backend.scale)
+    return CpuLayers(weights, config.num_heads, config.rms_norm_eps, config.attention_scale)

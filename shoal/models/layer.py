@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step_input import AttentionBackend, StepInput
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.mlp import MLP, MoE
@@ -16,13 +18,13 @@ from shoal.models.registry import BY_NAME
 
 
 def build_layer(
-    config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
+    config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
 ) -> nn.Module:
     """Layer number `layer`, of the class that its architecture names. Such a class has the constructor and
     the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
     own_class = BY_NAME[config.architecture].layer_class
     layer_class = DecoderLayer if own_class is None else own_class()
-    return layer_class(config, layer, tp, ops, backend)
+    return layer_class(config, layer, tp, ops, backends)
 
 
 class DecoderLayer(nn.Module):
@@ -35,10 +37,10 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
+        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, tp, ops, backend)
+        self.self_attn = Attention(config, layer, tp, ops, backends)
         self.mlp: MLP | MoE
         if config.is_moe_layer(layer):
             self.mlp = MoE(config, tp, ops)
@@ -52,7 +54,7 @@ class DecoderLayer(nn.Module):
         x_TD: torch.Tensor | None,
         residual_TD: torch.Tensor,
         step: StepInput,
-        kv_layer: torch.Tensor,
+        cache: LayerCache,
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -62,9 +64,7 @@ class DecoderLayer(nn.Module):
         With `select_S` only these tokens' results are returned. Keys and values of all tokens are written to
         the cache; the rest of the layer runs for the selected ones.
         """
-        x, residual = self.self_attn(
-            x_TD, residual_TD, self.input_layernorm, step, kv_layer, cos_sin, select_S
-        )
+        x, residual = self.self_attn(x_TD, residual_TD, self.input_layernorm, step, cache, cos_sin, select_S)
         if len(residual) == 0:
             return None, residual
         return self.mlp(x, residual, self.post_attention_layernorm)

@@ -28,7 +28,9 @@ def layer_class() -> type[nn.Module]:
     import torch
     from torch import nn
 
-    from shoal.attention.step_input import AttentionBackend, StepInput
+    from shoal.attention.backend import Backends
+    from shoal.attention.step_input import StepInput
+    from shoal.kernels.layer_cache import LayerCache
     from shoal.kernels.ops import Ops
     from shoal.layers.attention import Attention
     from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
@@ -59,9 +61,9 @@ def layer_class() -> type[nn.Module]:
         k_norm: WidthNorm
 
         def __init__(
-            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
+            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
         ) -> None:
-            super().__init__(config, layer, tp, ops, backend)
+            super().__init__(config, layer, tp, ops, backends)
             self.tp = tp
             n, eps, replicas = config.head_dim, config.rms_norm_eps, config.kv_head_replicas(tp.size)
             self.q_norm = WidthNorm(config.num_heads * n, 1, eps, tp, ops)
@@ -93,10 +95,10 @@ def layer_class() -> type[nn.Module]:
         every rank, so nothing is left to the next layer."""
 
         def __init__(
-            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
+            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
         ) -> None:
             super().__init__()
-            self.self_attn = Olmo2Attention(config, layer, tp, ops, backend)
+            self.self_attn = Olmo2Attention(config, layer, tp, ops, backends)
             self.mlp = MLP(config, tp, ops)
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -106,14 +108,14 @@ def layer_class() -> type[nn.Module]:
             x_TD: torch.Tensor | None,
             residual_TD: torch.Tensor,
             step: StepInput,
-            kv_layer: torch.Tensor,
+            cache: LayerCache,
             cos_sin: torch.Tensor,
             select_S: torch.Tensor | None = None,
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             """Takes and returns what DecoderLayer.forward does."""
             attention, mlp = self.self_attn, self.mlp
             qkv = attention.normed(attention.qkv_proj(residual_TD))
-            out, residual = attention.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
+            out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
             if out is None:
                 return None, residual
             residual.add_(self.post_attention_layernorm(attention.o_proj(out)))

@@ -11,25 +11,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
+from shoal.attention.cpu import TorchBackend
+from shoal.kernels import reference
+from shoal.kernels.ops import Ops
+from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder, checkpoint_tensors
 from shoal.models.layer import build_layer
 
-
-class _NeverRun:
-    """Ops and backend of a module that only reports its shapes."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} was read from a module that only reports its shapes")
-
-
-NEVER_RUN: Any = _NeverRun()
+# In plain PyTorch, as nothing is to be compiled for modules whose shapes alone are read.
+OPS = cast(Ops, reference)
 
 
 def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -56,12 +53,13 @@ def num_weights(config: ModelConfig) -> int:
 
 def _without_layers(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        return Decoder(replace(config, num_layers=0), TensorParallel.single(), NEVER_RUN, NEVER_RUN, 0)
+        return Decoder(replace(config, num_layers=0), TensorParallel.single(), OPS, {}, 0)
 
 
 def _layer(config: ModelConfig, layer: int) -> nn.Module:
+    shape = attention_shape(config, 1)
     with torch.device("meta"):
-        return build_layer(config, layer, TensorParallel.single(), NEVER_RUN, NEVER_RUN)
+        return build_layer(config, layer, TensorParallel.single(), OPS, {shape: TorchBackend(shape)})
 
 
 def _count(module: nn.Module) -> int:

@@ -18,7 +18,9 @@ from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention.paged_attention import DecodeWorkspace, decode_attention
 from shoal.kernels.attention.reference import gather_kv, paged_attention
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import MAX_GROUPS, GroupField
+from tests.head_shape import head_shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,7 +59,12 @@ class Case:
     ) -> None:
         """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
         torch.manual_seed(seed)
-        self.heads, self.dtype, self.block_size = (num_heads, num_kv_heads, head_dim), dtype, block_size
+        self.heads, self.dtype, self.block_size = (
+            head_shape(num_heads, num_kv_heads, head_dim),
+            dtype,
+            block_size,
+        )
+        self.scales_2G: torch.Tensor | None = None
         self.max_kv_len = max_kv_len or max(kv_len for _, kv_len in sequences)
         counts = [-(-kv_len // block_size) for _, kv_len in sequences]
         cache = torch.full(
@@ -90,20 +97,20 @@ class Case:
         self.table = table.to(DEVICE)
         prefills = sequences[num_decodes:]
         unused = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
-        self.step = StepInput.mixed(
+        self.step = StepInput(
             token_ids_T=unused,
             positions_T=unused,
             rows_T=unused,
             rows_S=self.ints(rows),
             query_starts_S=self.ints(starts),
             kv_lens_S=self.ints([kv_len for _, kv_len in sequences]),
-            block_tables_RM=self.table[:, 16:],
+            block_tables=(self.table[:, 16:],),
             num_decodes=num_decodes,
             max_kv_len=self.max_kv_len,
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
             host=HostView(tuple(starts), tuple(kv_len for _, kv_len in sequences)),
         )
-        self.backend = TritonBackend(*self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
+        self.backend = TritonBackend(self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
 
     @staticmethod
     def ints(values: list[int]) -> torch.Tensor:
@@ -111,9 +118,13 @@ class Case:
 
     def attend(self, window: int | None = None) -> torch.Tensor:
         self.backend.begin(self.step)
-        # who doesn't read it won't see
-        k = self.k if self.backend.reads_k(window) else torch.full_like(self.k, float("nan"))
-        return self.backend.attend(self.q, k, self.v, self.kv_layer, self.step, window)
+        # A backend that does not read k gives the same results without it.
+        cache = self.cache(window)
+        k = self.k if self.backend.reads_k(cache) else torch.full_like(self.k, float("nan"))
+        return self.backend.attend(self.q, k, self.v, cache, self.step)
+
+    def cache(self, window: int | None = None) -> LayerCache:
+        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step = self.step
@@ -123,7 +134,7 @@ class Case:
             step.query_starts_S,
             step.kv_lens_S,
             step.rows_S,
-            step.block_tables_RM,
+            step.block_tables[0],
             self.backend.scale,
             window,
         )
@@ -203,7 +214,7 @@ def test_every_number_of_splits_gives_the_same_answer() -> None:
             out,
             case.step.rows_S,
             case.step.kv_lens_S,
-            case.step.block_tables_RM,
+            case.step.block_tables[0],
             workspace,
             3,
             splits,
@@ -217,9 +228,7 @@ def test_a_captured_step_follows_the_lengths_on_the_device() -> None:
     case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers = [
-            case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)
-        ]
+        layers = [case.backend.attend(case.q, case.k, case.v, case.cache(), case.step) for _ in range(3)]
     rows = case.step.rows_S.clone()
     for lengths in (
         [9000, 8000, 3000, 50, 2000, 1, 17, 128],
@@ -397,9 +406,7 @@ def test_groups_change_between_replays_of_a_captured_step() -> None:
     case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers = [
-            case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)
-        ]
+        layers = [case.backend.attend(case.q, case.k, case.v, case.cache(), case.step) for _ in range(3)]
     for groups in (
         [],
         [([0, 1, 8, 9, 16], 7984), ([4, 12, 20], 16)],

@@ -13,6 +13,7 @@ from shoal import LLM, SamplingParams
 from shoal.attention.triton import TritonBackend
 from shoal.kernels import reference
 from shoal.kernels.attention.reference import paged_attention
+from shoal.kernels.layer_cache import LayerCache
 from tests import tiny
 from tests.gpu.test_attention_gpu import BF16, DEVICE, FP16, FP32, Case, decodes, set_groups
 
@@ -43,13 +44,7 @@ class Fp8Case(Case):
         self.k.fill_(float("nan"))
         self.v.fill_(float("nan"))
         self.backend = TritonBackend(
-            *self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, self.dtype, fp8_cache=True
-        )
-
-    def attend(self, window: int | None = None) -> torch.Tensor:
-        self.backend.begin(self.step)
-        return self.backend.attend(
-            self.q, self.k, self.v, self.kv_layer, self.step, window, scales_2G=self.scales_2G
+            self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, self.dtype, fp8_cache=True
         )
 
     def expected(self, window: int | None = None) -> torch.Tensor:
@@ -60,7 +55,7 @@ class Fp8Case(Case):
             step.query_starts_S,
             step.kv_lens_S,
             step.rows_S,
-            step.block_tables_RM,
+            step.block_tables[0],
             self.backend.scale,
             window,
         )
@@ -105,11 +100,7 @@ def test_numbers_are_rounded_to_nearest_even_and_do_not_overflow(
             positions,
             rows,
             tables,
-            kv[:, 1],
-            heads,
-            kv_heads,
-            True,
-            scales,
+            LayerCache(kv[:, 1], scales_2G=scales),
         )
         assert (kv.view(torch.uint8)[:, 0] == 0x55).all(), "another layer's cache was touched"
         caches.append(kv.float())
@@ -185,12 +176,7 @@ def test_the_same_bits_every_time_from_a_captured_step_too() -> None:
     first = case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers = [
-            case.backend.attend(
-                case.q, case.k, case.v, case.kv_layer, case.step, None, scales_2G=case.scales_2G
-            )
-            for _ in range(3)
-        ]
+        layers = [case.backend.attend(case.q, case.k, case.v, case.cache(), case.step) for _ in range(3)]
     for _ in range(100):
         for layer in layers:
             layer.fill_(float("nan"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shoal.kernels import reference, triton_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -96,9 +97,8 @@ def test_rope_and_cache(
                 rows * blocks_per_row, 2, 2, kv_heads, block_size, head_dim, dtype=dtype, device=DEVICE
             ),
         )
-        ops.qk_norm_rope_store(
-            x, *weights, 1e-6, cos_sin, positions, row_of, tables, kv[:, 1], heads, kv_heads
-        )
+        layer = LayerCache(kv[:, 1])
+        ops.qk_norm_rope_store(x, *weights, 1e-6, cos_sin, positions, row_of, tables, layer)
         results.append((x[(row_of >= 0) & (positions >= 0)], kv))
     # products of several normal numbers
     tolerance = {name: 4 * value for name, value in TOLERANCES[dtype].items()}
@@ -113,9 +113,8 @@ def test_cache_offsets_beyond_31_bits() -> None:
     zero, three = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (0, 3))
     qkv = randn(1, 3 * head_dim, dtype=BF16)
     cos_sin = torch.cat((torch.ones(8, head_dim // 2), torch.zeros(8, head_dim // 2)), dim=1).to(DEVICE)
-    triton_ops.qk_norm_rope_store(
-        qkv, None, None, 1e-6, cos_sin, three, zero, table, kv[:, num_layers - 1], 1, 1
-    )
+    cache = LayerCache(kv[:, num_layers - 1])
+    triton_ops.qk_norm_rope_store(qkv, None, None, 1e-6, cos_sin, three, zero, table, cache)
     assert torch.equal(kv[-1, -1, :, 0, 3], qkv.view(3, head_dim)[1:])
 
 

@@ -3,14 +3,17 @@ kv/blocks.py's; rank_kv.py and rank_peers.py copy blocks from and to it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from msgspec.structs import replace
 
 from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.storage import StorageError, memory_of, shared_memory
+from shoal.kv.storage import Memory, StorageError, memory_of, shared_memory
 from shoal.kv.view import BlockView
 from shoal.model_config import ModelConfig
 from shoal.weights.kv_scales import kv_scales
@@ -48,14 +51,28 @@ def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> torch.Tensor
 
 class KvCache:
     """`blocks` is a tensor of shape `spec.shape`, [blocks, layers, 2, kv heads, block_size, head_dim], so one
-    block is one contiguous range over all layers. There is one block until `allocate`.
+    block is one contiguous range over all layers. `layers` has a view of it for each layer. There is one
+    block until `allocate`.
+
+    `scales_L2G`: the scales of an fp8 cache, for all kv heads of the model.
 
     `is_shared`: other processes may read the cache. On the CPU it then lies in shared memory; a GPU's memory
     can be shared as it is."""
 
-    def __init__(self, spec: CacheSpec, device: torch.device, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        windows: Sequence[int | None],
+        scales_L2G: torch.Tensor | None,
+        device: torch.device,
+        is_shared: bool = False,
+    ) -> None:
         self.spec = spec
-        self._device, self._is_shared = device, is_shared
+        self._windows, self._device, self._is_shared = windows, device, is_shared
+        self._scales: list[torch.Tensor | None] = [None] * spec.num_layers
+        if scales_L2G is not None:
+            own_L2G = scales_L2G[:, :, spec.first_head : spec.first_head + spec.heads]
+            self._scales = [scales_2G.contiguous().to(device) for scales_2G in own_L2G]
         self._allocate()
 
     def allocate(self, num_blocks: int) -> None:
@@ -73,17 +90,24 @@ class KvCache:
         if self._device.type == "cuda":
             self.blocks = torch.zeros(spec.shape, dtype=dtype, device=self._device)
             self._storage = memory_of(self.blocks)
-            return
+        else:
+            self._storage = self._host_memory()
+            self.blocks = self._storage.tensor().view(dtype).view(spec.shape)
+        views = self.blocks.unbind(1)
+        self.layers = tuple(
+            LayerCache(view, window=window, scales_2G=scales_2G)
+            for view, window, scales_2G in zip(views, self._windows, self._scales, strict=True)
+        )
+
+    def _host_memory(self) -> Memory:
         if self._is_shared:
             try:
-                self._storage = shared_memory(spec.num_bytes)
+                return shared_memory(self.spec.num_bytes)
             except StorageError as error:
                 raise ConfigError(
                     f"kv_transfer_config lets other processes read the KV cache: {error} With kv_role "
                     "'kv_consumer', or without that option, the cache is this process's own"
                 ) from None
-        else:
-            # The kernel gives numpy's zeros, and takes memory for them when they are written. torch's zeros
-            # would be written at every start.
-            self._storage = memory_of(torch.from_numpy(np.zeros(spec.num_bytes, np.uint8)))
-        self.blocks = self._storage.tensor().view(dtype).view(spec.shape)
+        # The kernel gives numpy's zeros, and takes memory for them when they are written. torch's zeros would
+        # be written at every start.
+        return memory_of(torch.from_numpy(np.zeros(self.spec.num_bytes, np.uint8)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shoal.attention.select import select_backend
+from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header, SamplerOptions
@@ -46,6 +46,7 @@ from shoal.kernels.launching import repeated_launches
 from shoal.kernels.ops import select_ops
 from shoal.kernels.reference import FP8_MAX
 from shoal.kernels.state import StateLayout
+from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
@@ -101,23 +102,21 @@ class ModelRunner:
                 )
         with self._building():
             ops = select_ops(self.device.type)
-            backend = select_backend(
+            backends = select_backends(
                 config,
                 self.device,
                 self.dtype,
-                num_heads=model.num_heads // tp.size,
-                num_kv_heads=spec.heads,
-                head_dim=model.head_dim,
-                scale=model.attention_scale,
+                [attention_shape(model, tp.size)],
                 # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self._regions.holding, "kv_cache"),
             )
+            backend = next(iter(backends.values()))  # all of them are of one class
             with self._regions.holding("weights"):
                 self.model = Decoder(
                     model,
                     tp,
                     ops,
-                    backend,
+                    backends,
                     self.max_model_len,
                     config.keep_quantized,
                     config.quantizes_weights,
@@ -128,8 +127,6 @@ class ModelRunner:
             for module in self.model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.clone())
-            if scales_L2G is not None:
-                self.model.scale_cache(scales_L2G, spec.first_head, self.device)
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
@@ -148,7 +145,8 @@ class ModelRunner:
         buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         transfer = config.kv_transfer_config
-        self.cache = KvCache(spec, self.device, is_shared=transfer is not None and transfer.lends)
+        is_shared = transfer is not None and transfer.lends
+        self.cache = KvCache(spec, model.windows, scales_L2G, self.device, is_shared)
         self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
@@ -156,7 +154,6 @@ class ModelRunner:
         )
         self.steps = Steps(
             self.model,
-            backend,
             ops,
             self.state,
             self.cache,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.attention.step_input import AttentionBackend, HostView, StepInput
+from shoal.attention.step_input import HostView, StepInput
 from shoal.engine.runner.batch import (
     ALIGNMENT,
     HEADER_SIZE,
@@ -108,7 +108,6 @@ class Steps:
     def __init__(
         self,
         model: Decoder,
-        backend: AttentionBackend,
         ops: Ops,
         state: BatchState,
         cache: KvCache,
@@ -119,7 +118,7 @@ class Steps:
         max_model_len: int,
     ) -> None:
         """`mixed_shapes`: shapes that graphs capture, small to large."""
-        self.model, self.backend, self.ops = model, backend, ops
+        self.model, self.ops = model, ops
         self.state, self.cache = state, cache
         self.sampler, self.buffers, self.layer_events = sampler, buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
@@ -215,18 +214,19 @@ class Steps:
         rows_B, token_ids_B = state.active_B[:num_rows], state.tokens_B[:num_rows]
         positions_B, kv_lens_B = state.positions_B[:num_rows], state.kv_lens_B[:num_rows]
         self.ops.begin_decode(rows_B, state.table, token_ids_B, positions_B, kv_lens_B)
-        step = StepInput.decode(
-            token_ids_B=token_ids_B,
-            positions_B=positions_B,
-            rows_B=rows_B,
-            query_starts_B=state.query_starts_B[: num_rows + 1],
-            kv_lens_B=kv_lens_B,
-            block_tables_RM=state.block_tables_RM,
+        step = StepInput(
+            token_ids_T=token_ids_B,
+            positions_T=positions_B,
+            rows_T=rows_B,
+            rows_S=rows_B,
+            query_starts_S=state.query_starts_B[: num_rows + 1],
+            kv_lens_S=kv_lens_B,
+            block_tables=state.block_tables,
+            num_decodes=num_rows,
             max_kv_len=max_kv_len,
             prefixes=state.prefixes if sharing else None,
         )
-        self.backend.begin(step)
-        logits_SV = self.model.logits(self.model(step, self.cache.blocks, after_layer=after_layer))
+        logits_SV = self.model.logits(self.model(step, self.cache.layers, after_layer=after_layer))
         if samples:
             self.sampler.sample(logits_SV, rows_B, positions_B)
         return logits_SV
@@ -253,29 +253,28 @@ class Steps:
             selected_tokens=None if wants_prompts else packed[slice(*spans["sample_index"])],
             upload=self.buffers.upload,
         )
-        step = StepInput.mixed(
+        step = StepInput(
             token_ids_T=token_ids_T,
             positions_T=sections["positions"],
             rows_T=sections["token_rows"],
             rows_S=rows_S,
             query_starts_S=sections["query_starts"],
             kv_lens_S=sections["kv_lens"],
-            block_tables_RM=self.state.block_tables_RM,
+            block_tables=self.state.block_tables,
             num_decodes=num_decodes,
             max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]),
             host=host,
             prefixes=self.state.prefixes if header[Header.NUM_GROUPS] else None,
         )
-        self.backend.begin(step)
         select_S = sections["sample_index"].long()
         prompt_logprobs = None
         if wants_prompts:
-            hidden_TD = self.model(step, self.cache.blocks, after_layer=after_layer)
+            hidden_TD = self.model(step, self.cache.layers, after_layer=after_layer)
             prompt_logprobs = self._prompt_logprobs(header, hidden_TD, sections)
             hidden_SD = hidden_TD[select_S]
         else:
-            hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
+            hidden_SD = self.model(step, self.cache.layers, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
         if header[Header.SAMPLES_WHOLE_ROWS]:
@@ -333,21 +332,21 @@ class Steps:
         token_ids_T, rows_T = sections["token_ids"], sections["token_rows"]
         is_decode_T = token_ids_T < 0
         token_ids_T = torch.where(is_decode_T, self.state.table[rows_T.long(), Field.TOKEN], token_ids_T)
-        step = StepInput.captured_mixed(
+        step = StepInput(
             token_ids_T=token_ids_T,
             positions_T=sections["positions"],
             rows_T=rows_T,
             rows_S=sections["rows"],
             query_starts_S=sections["query_starts"],
             kv_lens_S=sections["kv_lens"],
-            block_tables_RM=self.state.block_tables_RM,
+            block_tables=self.state.block_tables,
             num_decodes=shape.decodes,
             max_kv_len=self.max_model_len,
+            sparse_decodes=True,
             prefixes=self.state.prefixes if shape.sharing else None,
         )
-        self.backend.begin(step)
         select_S = sections["sample_index"].long()
-        hidden_SD = self.model(step, self.cache.blocks, select_S)
+        hidden_SD = self.model(step, self.cache.layers, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
         return hidden_SD
@@ -358,12 +357,10 @@ class Steps:
     def rehearse(self, num_seqs: int, query_len: int, cached_len: int = 0) -> torch.Tensor:
         """Made-up prompts of `query_len` tokens after `cached_len` others, sampling included; returns the
         logits of this rank's tokens, [num_seqs, V]. The batch state has to be reset afterwards."""
-        step = StepInput.rehearsal(
-            num_seqs, query_len, cached_len=cached_len, block_tables_RM=self.state.block_tables_RM
-        )
-        self.backend.begin(step)
+        tables = self.state.block_tables
+        step = StepInput.rehearsal(num_seqs, query_len, cached_len=cached_len, block_tables=tables)
         last_S = (step.query_starts_S[1:] - 1).long()
-        logits_SV = self.model.logits(self.model(step, self.cache.blocks, last_S))
+        logits_SV = self.model.logits(self.model(step, self.cache.layers, last_S))
         self.sampler.sample(logits_SV, step.rows_S, step.positions_T[last_S])
         return logits_SV
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from shoal.kernels import c_library
+from shoal.kernels.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_keep_bits": (None, (c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64)),
     "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "shoal_set_threads": (None, (c_int,)),
-    "shoal_layers": (
-        c_int,
-        (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
-    ),
+    "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
 
@@ -83,7 +81,7 @@ class Layer(ctypes.Structure):
         {
             c_void_p: (
                 "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm "
-                "k_norm scales"
+                "k_norm cache scales"
             ),
             c_int64: "window",
         }
@@ -113,24 +111,19 @@ def cache_struct(
     )
 
 
-def describe_cache(
-    kv_layer: torch.Tensor,
-    block_tables_RM: torch.Tensor,
-    num_heads: int,
-    scales_2G: torch.Tensor | None = None,
-) -> Cache:
-    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block tables.
-    An fp8 cache has scales."""
-    strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
+def describe_cache(cache: LayerCache, block_tables_RM: torch.Tensor, num_heads: int) -> Cache:
+    """Makes the struct that describes a layer's cache and its block tables."""
+    blocks, scales_2G = cache.blocks, cache.scales_2G
+    strides, (_, _, num_kv_heads, block_size, head_dim) = blocks.stride(), blocks.shape
     assert strides[3:] == (head_dim, 1)
     if scales_2G is None:
-        assert kv_layer.dtype == torch.float32
+        assert blocks.dtype == torch.float32
     else:
-        assert kv_layer.dtype == torch.float8_e4m3fn and scales_2G.dtype == torch.float32
+        assert blocks.dtype == torch.float8_e4m3fn and scales_2G.dtype == torch.float32
         assert scales_2G.shape == (2, num_kv_heads) and scales_2G.is_contiguous()
     assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
     return cache_struct(
-        kv_layer.data_ptr(),
+        blocks.data_ptr(),
         None if scales_2G is None else scales_2G.data_ptr(),
         strides,
         block_size,

@@ -3,10 +3,13 @@
 
 #include "cpu.h"
 
-// The weights of a layer. A null pointer means that there is no such weight.
+// The weights of a layer, and its cache's numbers, scales and window. A null pointer means that there is no such
+// weight.
 typedef struct {
     const Packed *qkv, *o, *gate_up, *down;
-    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias, *input_norm, *post_norm, *q_norm, *k_norm, *scales;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias, *input_norm, *post_norm, *q_norm, *k_norm;
+    void *cache;
+    const float *scales;
     int64_t window;
 } Layer;
 
@@ -19,18 +22,18 @@ typedef struct {
 } Tokens;
 
 // residual [tokens, D] holds the embeddings, and all results but the last layer's are added to it. x [tokens,
-// D] receives that last result, for the final norm to add. Layer i's cache lies i * layer_stride bytes
-// behind the first layer's. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
+// D] receives that last result, for the final norm to add. The layers' caches differ from first_cache in
+// numbers and scales alone. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
 // lacks memory.
-int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, int64_t layer_stride, const Sequences *seqs, const Tokens *t,
+int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, const Sequences *seqs, const Tokens *t,
                  float *residual, float *x, float *scratch) {
     Cache cache = *first_cache;
     const int64_t tokens = t->tokens;
     const int hidden = layers[0].o->outs, width = layers[0].qkv->outs, inner = layers[0].down->cols;
     float *qkv = scratch, *heads = qkv + tokens * width, *gate_up = heads + tokens * layers[0].o->cols, *gated = gate_up + tokens * 2 * inner;
-    for (int i = 0; i < num_layers; i++, cache.data = (char *)cache.data + layer_stride) {
+    for (int i = 0; i < num_layers; i++) {
         const Layer *w = &layers[i];
-        cache.scales = w->scales;
+        cache.data = w->cache, cache.scales = w->scales;
         shoal_rms_norm(i ? x : 0, residual, w->input_norm, t->eps, t->tokens, hidden, x);
         if (shoal_linear(w->qkv, x, t->tokens, w->qkv_bias, qkv)) return -1;
         shoal_qk_norm_rope_store(&cache, qkv, t->tokens, t->positions, t->rows, t->cos_sin, w->q_norm, w->k_norm, t->eps);

@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
 from shoal.kernels.sampling.split_sample import join_parts, sample_parts
 
@@ -93,7 +94,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
+    qkv_TX: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
@@ -101,31 +102,16 @@ def qk_norm_rope_store(
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
-    kv_layer: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    cache: LayerCache,
     keep_k: bool = True,
-    scales_2G: torch.Tensor | None = None,
 ) -> None:
-    if LIBRARY is None or qkv.dtype != torch.float32:
+    if LIBRARY is None or qkv_TX.dtype != torch.float32:
         reference.qk_norm_rope_store(
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions_T,
-            rows_T,
-            block_tables_RM,
-            kv_layer,
-            num_heads,
-            num_kv_heads,
-            keep_k,
-            scales_2G,
+            qkv_TX, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, cache, keep_k
         )
         return
     assert (
-        qkv.is_contiguous()
+        qkv_TX.is_contiguous()
         and cos_sin.is_contiguous()
         and positions_T.is_contiguous()
         and rows_T.is_contiguous()
@@ -133,13 +119,14 @@ def qk_norm_rope_store(
     assert (
         positions_T.dtype == rows_T.dtype == torch.int32
         and cos_sin.dtype == torch.float32
-        and kv_layer.shape[2] == num_kv_heads
+        and cos_sin.shape[1] == cache.blocks.shape[4]
     )
-    cache = cpu_build.describe_cache(kv_layer, block_tables_RM, num_heads, scales_2G)
+    num_heads = qkv_TX.shape[1] // cos_sin.shape[1] - 2 * cache.blocks.shape[2]
+    described = cpu_build.describe_cache(cache, block_tables_RM, num_heads)
     LIBRARY.shoal_qk_norm_rope_store(
-        ctypes.addressof(cache),
-        qkv.data_ptr(),
-        qkv.shape[0],
+        ctypes.addressof(described),
+        qkv_TX.data_ptr(),
+        qkv_TX.shape[0],
         positions_T.data_ptr(),
         rows_T.data_ptr(),
         cos_sin.data_ptr(),

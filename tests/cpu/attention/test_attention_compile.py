@@ -11,10 +11,12 @@ import torch
 import triton
 from triton_compile import Compiled, check_kernels
 
+from shoal.attention.backend import AttentionShape
 from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention.fp8_cache import unpack_blocks
 from shoal.kernels.attention.hopper_attention import hopper_prefill_attention
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import StateLayout
 
 FP8 = torch.float8_e4m3fn
@@ -53,7 +55,13 @@ def attend(
     if fp8 and not converts_fp8():
         return
     backend = TritonBackend(
-        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype, fp8_cache=fp8
+        AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5),
+        block_size,
+        8,
+        4096,
+        torch.device("cpu"),
+        dtype,
+        fp8_cache=fp8,
     )
     qkv = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q, k, v = (
@@ -62,21 +70,21 @@ def attend(
     )
     kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
     ints = torch.zeros(64, dtype=torch.int32)
-    step = StepInput.mixed(
+    step = StepInput(
         token_ids_T=ints[:34],
         positions_T=ints[:34],
         rows_T=ints[:34],
         rows_S=ints[:3],
         query_starts_S=ints[:4],
         kv_lens_S=ints[:3],
-        block_tables_RM=torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+        block_tables=(torch.zeros(4, 48, dtype=torch.int32)[:, 16:],),
         num_decodes=2,
         max_kv_len=4096,
         fresh_prefills=fresh,
         host=HostView((0, 1, 2, 34), (1, 1, 32)),
     )
     scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
-    backend.attend(q, k, v, kv_layer, step, window, scales_2G=scales_2G)
+    backend.attend(q, k, v, LayerCache(kv_layer, window=window, scales_2G=scales_2G), step)
 
 
 def cascade(
@@ -93,9 +101,7 @@ def cascade(
     if fp8 and not converts_fp8():
         return
     backend = TritonBackend(
-        num_heads,
-        num_kv_heads,
-        head_dim,
+        AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5),
         block_size,
         num_seqs,
         4096,
@@ -110,18 +116,20 @@ def cascade(
     layout = StateLayout(num_seqs, 20)
     state = torch.zeros(layout.size, dtype=torch.int32)
     ints = state[:num_seqs]
-    step = StepInput.decode(
-        token_ids_B=ints,
-        positions_B=ints,
-        rows_B=ints,
-        query_starts_B=state[: num_seqs + 1],
-        kv_lens_B=ints,
-        block_tables_RM=layout.block_tables(state),
+    step = StepInput(
+        token_ids_T=ints,
+        positions_T=ints,
+        rows_T=ints,
+        rows_S=ints,
+        query_starts_S=state[: num_seqs + 1],
+        kv_lens_S=ints,
+        block_tables=(layout.block_tables(state),),
+        num_decodes=num_seqs,
         max_kv_len=4096,
         prefixes=SharedPrefixes(*layout.prefixes(state)),
     )
     scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
-    backend.attend(q, q, q, kv_layer, step, window, scales_2G=scales_2G)
+    backend.attend(q, q, q, LayerCache(kv_layer, window=window, scales_2G=scales_2G), step)
 
 
 def hopper(

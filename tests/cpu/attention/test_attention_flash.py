@@ -13,6 +13,7 @@ from shoal.attention.flash import FlashAttentionBackend, FlashInferBackend
 from shoal.errors import ConfigError
 from shoal.kernels.attention.reference import paged_attention
 from tests.cpu.attention.test_attention_kernels import Case
+from tests.head_shape import head_shape
 
 FP16 = torch.float16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # see test_attention_kernels
@@ -124,10 +125,10 @@ def test_mixed_steps_equal_the_reference(
     build: type, prefills: list[tuple[int, int]], window: int | None
 ) -> None:
     case = Case(DECODES + prefills, 4, 2, block_size=256, dtype=FP16, num_decodes=2)
-    backend = build(4, 2, 16, 256, 8, 512, CPU, FP16)
+    backend = build(head_shape(4, 2, 16), 256, 8, 512, CPU, FP16)
     backend.begin(case.step)
     for _ in range(2):  # layers
-        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+        case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +140,15 @@ def test_a_missing_package_is_named_when_the_engine_is_built(
     for module in ("flash_attn", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        build(4, 2, 16, 256, 8, 512, CPU, FP16)
+        build(head_shape(4, 2, 16), 256, 8, 512, CPU, FP16)
 
 
 @pytest.mark.parametrize("build", [FlashAttentionBackend, FlashInferBackend])
 def test_float32_is_refused(build: type) -> None:
     with pytest.raises(ConfigError, match="float32"):
-        build(4, 2, 16, 256, 8, 512, CPU, torch.float32)
+        build(head_shape(4, 2, 16), 256, 8, 512, CPU, torch.float32)
 
 
 def test_flash_attn_refuses_small_blocks() -> None:
     with pytest.raises(ConfigError, match="block_size 16"):
-        FlashAttentionBackend(4, 2, 16, 16, 8, 512, CPU, FP16)
+        FlashAttentionBackend(head_shape(4, 2, 16), 16, 8, 512, CPU, FP16)

@@ -26,7 +26,9 @@ from shoal.kernels.attention.paged_attention import (
     prefill_attention,
 )
 from shoal.kernels.attention.reference import paged_attention
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.reference import to_fp8
+from tests.head_shape import head_shape
 
 # padded rows divide 0 by 0 and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -92,14 +94,14 @@ class Case:
             starts.append(starts[-1] + query_len)
         kv_lens = [kv_len for _, kv_len in sequences]
         prefills = sequences[num_decodes:]
-        self.step = StepInput.mixed(
+        self.step = StepInput(
             token_ids_T=torch.zeros(num_tokens, dtype=torch.int32),
             positions_T=torch.zeros(num_tokens, dtype=torch.int32),
             rows_T=torch.zeros(num_tokens, dtype=torch.int32),
             rows_S=torch.tensor(rows, dtype=torch.int32),
             query_starts_S=torch.tensor(starts, dtype=torch.int32),
             kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables_RM=self.block_tables_RM,
+            block_tables=(self.block_tables_RM,),
             num_decodes=num_decodes,
             max_kv_len=max(kv_lens),
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
@@ -123,6 +125,9 @@ class Case:
         self.k.fill_(float("nan"))
         self.v.fill_(float("nan"))
         return self
+
+    def cache(self, window: int | None = None) -> LayerCache:
+        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step, kv_layer = self.step, self.kv_layer
@@ -167,23 +172,24 @@ class Case:
                 step.num_decodes,
             ).items()
         }
-        captured = StepInput.captured_mixed(
+        captured = StepInput(
             token_ids_T=padded["token_ids"],
             positions_T=padded["positions"],
             rows_T=padded["token_rows"],
             rows_S=padded["rows"],
             query_starts_S=padded["query_starts"],
             kv_lens_S=padded["kv_lens"],
-            block_tables_RM=self.block_tables_RM,
+            block_tables=(self.block_tables_RM,),
             num_decodes=shape.decodes,
             max_kv_len=256,
+            sparse_decodes=True,
             prefixes=step.prefixes,
         )
         q, k, v = (
             torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan"))))
             for x in (self.q, self.k, self.v)
         )
-        out = backend.attend(q, k, v, self.kv_layer, captured, None, scales_2G=self.scales_2G)
+        out = backend.attend(q, k, v, self.cache(), captured)
         self.check(out[:num_tokens])
         assert not backend.workspace.arrived.any() and not backend.prefill_workspace.arrived.any()
 
@@ -411,11 +417,16 @@ def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> Non
     decodes = [(1, 1), (1, 130), (1, 0), (1, 17)]
     case = Case(decodes + prefills, num_decodes=len(decodes))
     backend = TritonBackend(
-        4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+        head_shape(4, 2, 16),
+        8,
+        max_num_seqs=8,
+        max_model_len=256,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
     )
     backend.begin(case.step)
     for window in (None, 10):
-        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+        case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
 
 
 def test_random_steps_equal_the_reference() -> None:
@@ -434,9 +445,14 @@ def test_random_steps_equal_the_reference() -> None:
             seed=rng.randrange(1000),
         )
         backend = TritonBackend(
-            6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+            head_shape(6, 2, 16),
+            16,
+            max_num_seqs=8,
+            max_model_len=256,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
         )
-        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+        case.check(backend.attend(case.q, case.k, case.v, case.cache(), case.step))
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 3])
@@ -445,16 +461,18 @@ def test_the_backend_answers_padded_mixed_steps(num_decodes: int, room: tuple[in
     case = Case(
         [(1, 40), (1, 9), (1, 17)][:num_decodes] + [(9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=num_decodes
     )
-    case.check_padded(TritonBackend(6, 2, 16, 8, 8, 256, torch.device("cpu"), torch.float32), room)
+    case.check_padded(
+        TritonBackend(head_shape(6, 2, 16), 8, 8, 256, torch.device("cpu"), torch.float32), room
+    )
 
 
 @pytest.mark.parametrize("lengths", [[150, 90, 80] + [10] * 24 + [0] * 3, [10, 0, 7, 200] * 8], ids=len)
 @pytest.mark.parametrize("window", [None, 30])
 def test_the_backend_answers_large_batches(lengths: list[int], window: int | None) -> None:
     case = Case([(1, n) for n in lengths], num_decodes=len(lengths))
-    backend = TritonBackend(4, 2, 16, 8, len(lengths), 256, torch.device("cpu"), torch.float32)
+    backend = TritonBackend(head_shape(4, 2, 16), 8, len(lengths), 256, torch.device("cpu"), torch.float32)
     assert is_large(len(lengths), 2, backend.num_sms)
-    case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+    case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
     assert not backend.workspace.arrived.any()
 
 
@@ -529,18 +547,22 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
     for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
         case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
         backend = TritonBackend(
-            4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+            head_shape(4, 2, 16),
+            8,
+            max_num_seqs=8,
+            max_model_len=256,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
         )
         backend.begin(case.step)
         assert (backend.work is not None) == (prefills[0][0] != 99)
         for window in (None, 10):
-            case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+            case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
         wanted = np.array([0, case.step.num_tokens - 1])
         step = select(case.step, wanted)
         backend.begin(step)
         everything, selected = (
-            backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s)
-            for s in (False, True)
+            backend.attend(case.q, case.k, case.v, case.cache(), step, selected=s) for s in (False, True)
         )
         assert torch.equal(selected[wanted], everything[wanted])
         assert backend.work is None or tiles[-2:] == [len(backend.work), backend.selected_work]
@@ -548,5 +570,5 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
     # decodes alone are wanted: no tile, and no launch
     backend.begin(select(case.step, np.array([0, 1])))
     count = len(tiles)
-    backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None, selected=True)
+    backend.attend(case.q, case.k, case.v, case.cache(), case.step, selected=True)
     assert len(tiles) == count

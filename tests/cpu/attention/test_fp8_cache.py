@@ -414,8 +414,8 @@ def test_a_checkpoint_with_fp8_weights_brings_the_scales_of_its_cache(quantized_
     folder = quantized_folder(SCHEME.model_dump(mode="json"))
     assert (kv_scales(files_of(folder)) == 0.125).all()
     with LLM(str(folder), device="cpu", max_model_len=256, **FP8) as llm:
-        model = llm.core.ranks.runner.model
-        assert all((layer.self_attn.scales_2G == 0.125).all() for layer in model.layers)
+        caches = llm.core.ranks.runner.cache.layers
+        assert all((cache.scales_2G == 0.125).all() for cache in caches)
         [output] = llm.generate(PROMPTS[-1:], greedy(prompt_logprobs=0))
     assert logprobs_of(output, PROMPTS[-1]).isfinite().all()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
-from shoal.attention.cpu import CpuBackend
+from shoal.attention.cpu import CpuBackend, TorchBackend
 from shoal.attention.triton import TritonBackend
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.attention.fp8_cache import unpack_blocks
@@ -19,13 +19,24 @@ from shoal.kernels.attention.paged_attention import PrefillWorkspace
 from shoal.kernels.attention.reference import paged_attention
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.reference import to_fp8
 from shoal.kernels.state import FIELDS
 from shoal.layers.cpu_layers import CpuLayers
 from tests.cpu.attention.test_attention_kernels import Case
 from tests.cpu.attention.test_prefix_attention import MIXED, cascade
 from tests.cpu.kernels.test_cpu_attention import STEPS, expected, make_step
-from tests.cpu.layers.test_cpu_layers import EPS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, layer_weights, op_by_op
+from tests.cpu.layers.test_cpu_layers import (
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    layer_caches,
+    layer_weights,
+    op_by_op,
+)
+from tests.head_shape import head_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 FP8 = torch.float8_e4m3fn
@@ -42,9 +53,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def written_by(
-    ops, qkv, tables, heads: int, kv_heads: int, head_dim: int, block_size: int, scales, blocks: int
-):
+def written_by(ops, qkv, tables, kv_heads: int, head_dim: int, block_size: int, scales, blocks: int):
     """The whole cache, of bytes, after a step of a token a slot."""
     tokens = len(qkv)
     cos_sin = torch.cat((torch.ones(tokens, head_dim // 2), torch.zeros(tokens, head_dim // 2)), dim=1)
@@ -52,19 +61,7 @@ def written_by(
     positions[-1] = -1  # padding
     kv = torch.full((blocks, 2, 2, kv_heads, block_size, head_dim), 0x55, dtype=torch.uint8).view(FP8)
     ops.qk_norm_rope_store(
-        qkv.clone(),
-        None,
-        None,
-        EPS,
-        cos_sin,
-        positions,
-        rows,
-        tables,
-        kv[:, 1],
-        heads,
-        kv_heads,
-        True,
-        scales,
+        qkv.clone(), None, None, EPS, cos_sin, positions, rows, tables, LayerCache(kv[:, 1], scales_2G=scales)
     )
     return kv.view(torch.uint8)
 
@@ -84,7 +81,7 @@ def test_numbers_are_rounded_to_nearest_even_and_do_not_overflow(ops, scale: flo
     tables = torch.zeros(1, FIELDS + blocks, dtype=torch.int32)[:, FIELDS:]
     tables[0] = torch.randperm(blocks)
     scales = torch.tensor([[scale, scale * 2, scale], [1.0, scale, 0.5]])
-    got = written_by(ops, qkv, tables, heads, kv_heads, head_dim, block_size, scales, blocks)
+    got = written_by(ops, qkv, tables, kv_heads, head_dim, block_size, scales, blocks)
     assert (got[:, 0] == 0x55).all(), "another layer's cache was touched"
     shape = (tokens, kv_heads, head_dim)
     for kind, x in enumerate((keys.view(shape), keys.flip(1).view(shape))):
@@ -100,13 +97,13 @@ def test_numbers_are_rounded_to_nearest_even_and_do_not_overflow(ops, scale: flo
 def test_what_is_no_number_stays_none(ops) -> None:
     qkv = torch.full((2, 3 * 16), float("nan"))
     tables = torch.zeros(1, FIELDS + 1, dtype=torch.int32)[:, FIELDS:]
-    got = written_by(ops, qkv, tables, 1, 1, 16, 16, torch.ones(2, 1), 1)
+    got = written_by(ops, qkv, tables, 1, 16, 16, torch.ones(2, 1), 1)
     assert got.view(FP8)[0, 1, :, 0, 0].float().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rope_in_any_dtype_writes_what_the_reference_writes(dtype: torch.dtype) -> None:
-    tokens, heads, kv_heads, head_dim = 70, 6, 2, 80
+    tokens, kv_heads, head_dim = 70, 2, 80
     qkv, weight = torch.randn(tokens, 10 * head_dim).to(dtype), torch.randn(head_dim).to(dtype)
     positions, rows = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     tables, scales = torch.randperm(5, dtype=torch.int32).view(1, 5), torch.rand(2, kv_heads) + 0.1
@@ -114,9 +111,8 @@ def test_rope_in_any_dtype_writes_what_the_reference_writes(dtype: torch.dtype) 
     results = []
     for ops in (reference, triton_ops):
         x, kv = qkv.clone(), torch.zeros(5, 2, kv_heads, 16, head_dim, dtype=torch.uint8).view(FP8)
-        ops.qk_norm_rope_store(
-            x, weight, weight, EPS, cos_sin, positions, rows, tables, kv, heads, kv_heads, True, scales
-        )
+        cache = LayerCache(kv, scales_2G=scales)
+        ops.qk_norm_rope_store(x, weight, weight, EPS, cos_sin, positions, rows, tables, cache)
         results.append((x, kv.float()))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(results[1][0], results[0][0], atol=tolerance, rtol=tolerance)
@@ -174,19 +170,17 @@ def test_shared_prefixes(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> None:
     decodes = [(1, 1), (1, 130), (1, 0), (1, 17)]
     case = Case(decodes + prefills, num_decodes=len(decodes)).in_fp8()
-    backend = TritonBackend(4, 2, 16, 8, 8, 256, CPU, torch.float32, fp8_cache=True)
+    backend = TritonBackend(head_shape(4, 2, 16), 8, 8, 256, CPU, torch.float32, fp8_cache=True)
     backend.begin(case.step)
     for window in (None, 10):
-        out = backend.attend(
-            case.q, case.k, case.v, case.kv_layer, case.step, window, scales_2G=case.scales_2G
-        )
+        out = backend.attend(case.q, case.k, case.v, case.cache(window), case.step)
         case.check(out, window)
-        assert not backend.reads_k(window)
+        assert not backend.reads_k(case.cache(window))
 
 
 def test_the_backend_answers_padded_mixed_steps() -> None:
     case = Case([(1, 40), (1, 9), (9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=2).in_fp8()
-    backend = TritonBackend(6, 2, 16, 8, 8, 256, CPU, torch.float32, fp8_cache=True)
+    backend = TritonBackend(head_shape(6, 2, 16), 8, 8, 256, CPU, torch.float32, fp8_cache=True)
     case.check_padded(backend, (64, 3, 9))
 
 
@@ -235,13 +229,11 @@ def test_large_prefills_go_to_hoppers_kernel_as_plain_blocks(monkeypatch: pytest
         ([(100, 200), (1, 57)], 0),  # more keys than the longest sequence may have
     ):
         case = Case([(1, 30), (1, 0), *prefills], num_decodes=2).in_fp8()
-        backend = TritonBackend(4, 2, 16, 8, 8, 256, CPU, torch.float32, fp8_cache=True)
+        backend = TritonBackend(head_shape(4, 2, 16), 8, 8, 256, CPU, torch.float32, fp8_cache=True)
         backend.begin(case.step)
         launched.clear()
         for window in (None, 10):
-            out = backend.attend(
-                case.q, case.k, case.v, case.kv_layer, case.step, window, scales_2G=case.scales_2G
-            )
+            out = backend.attend(case.q, case.k, case.v, case.cache(window), case.step)
             case.check(out, window)
         assert launched == ([blocks] if blocks else [])
 
@@ -263,7 +255,7 @@ def fp8_of(kv_layer: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     ("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (2, 2, 6, 1), (70, 1, 24, 256)]
 )
 def test_the_cpu_attends_to_the_numbers_that_the_cache_means(
-    monkeypatch, window, name, heads, kv_heads, head_dim, block_size
+    window, name, heads, kv_heads, head_dim, block_size
 ) -> None:
     torch.manual_seed(0)
     qkv, kv_layer, step = make_step(STEPS[name], heads, kv_heads, head_dim, block_size)
@@ -273,17 +265,18 @@ def test_the_cpu_attends_to_the_numbers_that_the_cache_means(
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     want = expected(q, meant, step, window)
     k, v = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
-    backend = CpuBackend(head_dim)
-    backend.begin(step)
+    shape = head_shape(heads, kv_heads, head_dim)
     if cpu_build.load() is not None:
-        got = backend.attend(q, k, v, cache, step, window, scales_2G=scales)
+        backend = CpuBackend(shape)
+        backend.begin(step)
+        got = backend.attend(q, k, v, LayerCache(cache, window=window, scales_2G=scales), step)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(backend, "_library", None)
     # a masked key's weight is zero in PyTorch, and zero times nan is nan
-    clean = fp8_of(kv_layer.nan_to_num(), scales)
-    got = backend.attend(q, k, v, clean, step, window, scales_2G=scales)
+    clean = LayerCache(fp8_of(kv_layer.nan_to_num(), scales), window=window, scales_2G=scales)
+    plain = TorchBackend(shape)
+    got = plain.attend(q, k, v, clean, step)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    half = backend.attend(q.bfloat16(), k, v, clean, step, window, scales_2G=scales)
+    half = plain.attend(q.bfloat16(), k, v, clean, step)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), want, rtol=3e-2, atol=3e-2)  # bf16: 8 bits
 
@@ -295,15 +288,9 @@ def test_the_cpu_reads_every_number_as_torch_does() -> None:
     kv_layer = torch.zeros(4, 2, 1, 1, 64, dtype=torch.uint8)
     kv_layer[:, 1] = bytes_[:, 0]
     _, _, step = make_step([(1, 1)] * 4, 1, 1, 64, 1)
-    step.block_tables_RM[step.rows_S.long(), 0] = torch.arange(4, dtype=torch.int32)
-    got = CpuBackend(64).attend(
-        torch.zeros(4, 1, 64),
-        *[torch.zeros(4, 1, 64)] * 2,
-        kv_layer.view(FP8),
-        step,
-        None,
-        scales_2G=torch.ones(2, 1),
-    )
+    step.block_tables[0][step.rows_S.long(), 0] = torch.arange(4, dtype=torch.int32)
+    cache = LayerCache(kv_layer.view(FP8), scales_2G=torch.ones(2, 1))
+    got = CpuBackend(head_shape(1, 1, 64)).attend(*[torch.zeros(4, 1, 64)] * 3, cache, step)
     want = bytes_.view(FP8).float().view(4, 1, 64)
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
@@ -313,19 +300,20 @@ def test_the_cpu_reads_every_number_as_torch_does() -> None:
 def test_all_layers_in_one_call_do_what_the_ops_do(sequences) -> None:
     torch.manual_seed(0)
     all_scales = torch.rand(3, 2, KV_HEADS) + 0.1
-    weights = [layer_weights(seed, None, True, True, all_scales[seed]) for seed in range(3)]
+    weights = [layer_weights(seed, True, True) for seed in range(3)]
     _, _, step = make_step(sequences, HEADS, KV_HEADS, HEAD_DIM, 16)
     rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
     positions = torch.cat([torch.arange(kv - q, kv, dtype=torch.int32) for q, kv in sequences])
     step = type(step)(
         **{name: getattr(step, name) for name in step.__slots__} | {"rows_T": rows, "positions_T": positions}
     )
-    blocks = int(step.block_tables_RM.max()) + 1
+    blocks = int(step.block_tables[0].max()) + 1
     kv = to_fp8(torch.randn(blocks, 3, 2, KV_HEADS, 16, HEAD_DIM), torch.ones(()))
     residual, cos_sin = torch.randn(len(rows), HIDDEN), torch.randn(64, HEAD_DIM)
     want_residual, want_kv = residual.clone(), kv.clone()
-    want = op_by_op(weights, want_residual, step, want_kv, cos_sin)
-    got = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)(residual, step, kv, cos_sin)
+    want = op_by_op(weights, want_residual, step, layer_caches(want_kv, None, all_scales), cos_sin)
+    layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)
+    got = layers(residual, step, layer_caches(kv, None, all_scales), cos_sin)
     real = positions >= 0
     assert torch.equal(got[real], want[real]) and torch.equal(residual[real], want_residual[real])
     assert torch.equal(kv.view(torch.uint8), want_kv.view(torch.uint8))

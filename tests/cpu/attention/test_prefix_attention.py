@@ -15,6 +15,7 @@ from shoal.kernels.attention.paged_attention import AttentionTiles, DecodeWorksp
 from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.state import MAX_GROUPS, GroupField
 from tests.cpu.attention.test_attention_kernels import Case
+from tests.head_shape import head_shape
 
 # padded rows divide 0 by 0 and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -161,7 +162,9 @@ def test_the_workspace_serves_the_next_layer_and_other_groups() -> None:
 
 
 def backend(num_heads: int, num_kv_heads: int) -> TritonBackend:
-    return TritonBackend(num_heads, num_kv_heads, 16, 8, 40, 512, torch.device("cpu"), torch.float32)
+    return TritonBackend(
+        head_shape(num_heads, num_kv_heads, 16), 8, 40, 512, torch.device("cpu"), torch.float32
+    )
 
 
 @pytest.mark.parametrize("prefills", [[], [(9, 30), (12, 12)]])
@@ -171,7 +174,7 @@ def test_the_backend_shares_prefixes_of_mixed_steps_too(prefills: list[tuple[int
     case.step = replace(case.step, prefixes=share(case, [([0, 3, 6, 5], 16), ([1, 10, 11], 13)]))
     engine = backend(4, 2)
     for window in (None, 10):  # a window sees no prefix: it is left alone
-        case.check(engine.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+        case.check(engine.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
 
 
 def test_decodes_share_prefixes_in_padded_mixed_steps() -> None:
@@ -190,7 +193,7 @@ def test_a_small_batch_launches_nothing_more(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("shoal.attention.triton.prefix_attention", None)
     case = Case([(1, 130)] * (SHARE_FROM - 1), num_decodes=SHARE_FROM - 1)
     case.step = replace(case.step, prefixes=share(case, [(list(range(SHARE_FROM - 1)), 16)]))
-    case.check(backend(4, 2).attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+    case.check(backend(4, 2).attend(case.q, case.k, case.v, case.cache(), case.step))
 
 
 def test_random_groups_equal_the_reference() -> None:
@@ -208,7 +211,7 @@ def test_random_groups_equal_the_reference() -> None:
             seqs, free = free[: rng.randint(2, 9)], free[9:]
             groups.append((seqs, rng.randint(1, (min(lengths[seq] for seq in seqs) - 1) // 8)))
         case.step = replace(case.step, prefixes=share(case, groups))
-        case.check(engine.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+        case.check(engine.attend(case.q, case.k, case.v, case.cache(), case.step))
 
 
 def test_parts_fill_the_gpu_and_bound_the_workspace() -> None:

@@ -221,9 +221,12 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
     runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
-    runner_module.select_backend = lambda config, device, dtype, scale, holding, **heads: TritonBackend(
-        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype, scale
-    )
+    runner_module.select_backends = lambda config, device, dtype, shapes, holding: {
+        shape: TritonBackend(
+            shape, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
+        )
+        for shape in shapes
+    }
     kind, changes, options = MODELS[name]
     model = getattr(transformers, kind)(
         **LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")]
@@ -239,13 +242,14 @@ def launched_variants(folder: Path, name: str) -> dict:
     )
     runner = rank.runner
     take()
-    blocks = runner.cache.blocks
+    num_blocks = len(runner.cache.blocks)
     runner.cache.allocate(1)
     runner.compile_ahead()
     ahead = take()
     runner_module.compiling_ahead = lambda: nullcontext([])
     runner.compile_ahead()
-    probed, runner.cache.blocks = take(), blocks
+    probed = take()
+    runner.cache.allocate(num_blocks)
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]

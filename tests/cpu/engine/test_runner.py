@@ -22,6 +22,7 @@ from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import host_memory
 from shoal.kv.view import BlockView
 from shoal.layers.parallel import TensorParallel
+from shoal.models.decoder import one_of_each
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
 from shoal.weights.update import weight_tensors
@@ -152,7 +153,7 @@ def test_after_each_step_a_row_holds_the_next_input_and_where_it_stands(rank):
             assert row[Field.TOKEN] == entry.seq.token_ids[-1]
             assert row[Field.POSITION] == len(entry.seq.token_ids) - 1
             blocks = entry.seq.block_ids
-            assert rank.runner.state.block_tables_RM[entry.row, : len(blocks)].tolist() == blocks
+            assert rank.runner.state.block_tables[0][entry.row, : len(blocks)].tolist() == blocks
         assert result.tokens.tolist() == [entry.seq.token_ids[-1:] for entry in plan.scheduled]
     assert [len(answer(seq)) for seq in seqs] == [3, 3]
 
@@ -186,20 +187,19 @@ def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
 
 
 def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(start):
-    model = start("qwen3-moe").runner.model
-    every = model.layers
-    dense, sparse, other = every  # kinds in turn
-    for layers, rehearsed in (
-        ((dense,), [dense]),
-        ((dense, sparse), [dense, sparse]),
-        ((dense, sparse, other), [dense, sparse, other]),
-        ((dense, dense, other), [dense, other]),
+    for kinds, rehearsed in (
+        ("d", [0]),
+        ("ds", [0, 1]),
+        ("dso", [0, 1, 2]),
+        ("ddo", [0, 2]),
+        ("ddsds", [0, 2, 4]),
     ):
-        model.layers = every[:0].extend(layers)
-        with model.one_layer_of_each_kind():
-            assert list(model.layers) == rehearsed  # never more than the cache has layers
-        assert list(model.layers) == list(layers)
-    model.layers = every
+        assert one_of_each(kinds) == rehearsed
+    model = start("qwen3-moe").runner.model
+    every = list(model.running)
+    with model.one_layer_of_each_kind(), model.one_layer_of_each_kind():
+        assert len(model.running) <= len(every) and model.running[-1] == every[-1]
+    assert model.running == every
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
@@ -236,17 +236,11 @@ def captured(start, monkeypatch):
             self.output = self.steps.captured_mixed(self.shape)
             self.replays += 1
 
-    def select(config, device, dtype, **heads):
-        return TritonBackend(
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            device=device,
-            dtype=dtype,
-            **heads,
-        )
+    def select(config, device, dtype, shapes, holding):
+        sizes = config.block_size, config.max_num_seqs, config.max_model_len
+        return {shape: TritonBackend(shape, *sizes, device, dtype, holding=holding) for shape in shapes}
 
-    monkeypatch.setattr(runner_module, "select_backend", select)
+    monkeypatch.setattr(runner_module, "select_backends", select)
     rank = start(max_num_batched_tokens=20, max_num_seqs=4)
     shapes = [MixedShape(20, 3, 4, 4, False), MixedShape(32, 4, 4, 4, False)]
     rank.builder.mixed_shapes = shapes
@@ -334,9 +328,10 @@ def test_a_captured_step_tells_its_layers_behind_its_graph(folder, captured):
 def test_a_start_runs_the_end_of_the_longest_sequence(start, monkeypatch):
     rank = start(max_num_batched_tokens=20, max_model_len=128)
     steps, seen = rank.runner.steps, []
-    begin = steps.backend.begin
+    [backend] = steps.model.backends
+    begin = backend.begin
     monkeypatch.setattr(
-        steps.backend, "begin", lambda step: (seen.append((step.num_tokens, step.max_kv_len)), begin(step))
+        backend, "begin", lambda step: (seen.append((step.num_tokens, step.max_kv_len)), begin(step))
     )
     steps.rehearse_eager(8, 20)
     assert (20, 128) in seen

@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 
-from shoal.attention.cpu import CpuBackend
+from shoal.attention.cpu import CpuBackend, TorchBackend
 from shoal.attention.step_input import HostView, StepInput
 from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.layer_cache import LayerCache
+from tests.head_shape import head_shape
 
 
 def make_step(
@@ -38,14 +40,14 @@ def make_step(
             rows[i] = -1
     num_decodes = next((i for i, (q, _) in enumerate(sequences) if q > 1), size)
     tokens = torch.zeros(starts[-1], dtype=torch.int32)
-    step = StepInput.mixed(
+    step = StepInput(
         token_ids_T=tokens,
         positions_T=tokens,
         rows_T=tokens,
         rows_S=rows,
         query_starts_S=torch.tensor(starts, dtype=torch.int32),
         kv_lens_S=torch.tensor(lens, dtype=torch.int32),
-        block_tables_RM=state[:, 16:],
+        block_tables=(state[:, 16:],),
         num_decodes=num_decodes,
         max_kv_len=max(lens),
         fresh_prefills=False,
@@ -63,7 +65,7 @@ def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tens
         if not len(keys):
             continue
         kv = kv_layer[
-            step.block_tables_RM[step.rows_S[i], keys // block_size].long(), :, :, keys % block_size
+            step.block_tables[0][step.rows_S[i], keys // block_size].long(), :, :, keys % block_size
         ]
         k, v = kv.repeat_interleave(repeat, dim=2).double().unbind(1)
         scores = torch.einsum("thn,lhn->htl", q_THN[start:end].double() * q_THN.shape[2] ** -0.5, k)
@@ -90,23 +92,24 @@ STEPS = {
     ("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (2, 2, 6, 1), (70, 1, 24, 256)]
 )
 def test_attention_is_softmax_over_the_paged_cache(
-    monkeypatch, window, threads, name, heads, kv_heads, head_dim, block_size
+    window, threads, name, heads, kv_heads, head_dim, block_size
 ):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     qkv, kv_layer, step = make_step(STEPS[name], heads, kv_heads, head_dim, block_size)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    backend = CpuBackend(head_dim)
-    backend.begin(step)
+    shape = head_shape(heads, kv_heads, head_dim)
     want = expected(q, kv_layer, step, window)
     if cpu_build.load() is not None:
-        torch.testing.assert_close(
-            backend.attend(q, k, v, kv_layer, step, window), want, rtol=1e-5, atol=1e-5
-        )
-    monkeypatch.setattr(backend, "_library", None)
-    clean = kv_layer.nan_to_num()  # a masked key's weight is zero in PyTorch, and zero times nan is nan
-    torch.testing.assert_close(backend.attend(q, k, v, clean, step, window), want, rtol=1e-5, atol=1e-5)
+        backend = CpuBackend(shape)
+        backend.begin(step)
+        got = backend.attend(q, k, v, LayerCache(kv_layer, window=window), step)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    # A masked key's weight is zero in PyTorch, and zero times nan is nan
+    clean = LayerCache(kv_layer.nan_to_num(), window=window)
+    got = TorchBackend(shape).attend(q, k, v, clean, step)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.set_num_threads(before)
 
 
@@ -115,7 +118,7 @@ def test_other_dtypes_take_the_pytorch_path():
     qkv, kv_layer, step = make_step(STEPS["mixed"], 4, 2, 32, 16)
     half, cache = qkv.bfloat16(), kv_layer.nan_to_num().bfloat16()
     q, k, v = half.split((4, 2, 2), dim=1)
-    got = CpuBackend(32).attend(q, k, v, cache, step, None)
+    got = TorchBackend(head_shape(4, 2, 32)).attend(q, k, v, LayerCache(cache), step)
     assert got.dtype == torch.bfloat16
     # bf16: 8 bits
     torch.testing.assert_close(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import Field
 
 pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
@@ -79,9 +80,8 @@ def test_rope_rotates_in_place_and_stores_keys_and_values(norm, heads, kv_heads,
     cache = torch.randn(blocks, 2, 2, kv_heads, block_size, head_dim)
     want_qkv, want_cache = qkv.clone(), cache.clone()
     for ops, q, kv in ((cpu_ops, qkv, cache), (reference, want_qkv, want_cache)):
-        ops.qk_norm_rope_store(
-            q, *weights, 1e-6, cos_sin, positions_T, rows_T, tables, kv[:, 1], heads, kv_heads
-        )
+        layer = LayerCache(kv[:, 1])
+        ops.qk_norm_rope_store(q, *weights, 1e-6, cos_sin, positions_T, rows_T, tables, layer)
     real = positions_T >= 0
     torch.testing.assert_close(qkv[real], want_qkv[real], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache, want_cache, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ from triton_compile import check_kernels
 
 from shoal.kernels import triton_ops
 from shoal.kernels.all_reduce import PLAIN_BLOCK, Peers, Way, all_reduce, all_reduce_add_rms_norm
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
@@ -57,11 +58,8 @@ def _rope(
         _ints(tokens),
         _ints(tokens),
         tables,
-        kv_layer,
-        heads,
-        kv_heads,
+        LayerCache(kv_layer, scales_2G=torch.ones(2, kv_heads) if fp8 else None),
         keep_k=tokens <= ONE_WAVE,
-        scales_2G=torch.ones(2, kv_heads) if fp8 else None,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.kernels import reference, rope, triton_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.state import FIELDS, StateLayout
@@ -93,9 +94,8 @@ def test_rope_normalises_rotates_and_stores(
     results = []
     for ops in (reference, triton_ops):
         x, kv = qkv.clone(), cache.clone()
-        ops.qk_norm_rope_store(
-            x, *weights, 1e-6, cos_sin, positions, row_of, tables, kv[:, 1], heads, kv_heads
-        )
+        layer = LayerCache(kv[:, 1])
+        ops.qk_norm_rope_store(x, *weights, 1e-6, cos_sin, positions, row_of, tables, layer)
         results.append((x[(row_of >= 0) & (positions >= 0)], kv))
     torch.testing.assert_close(results[1], results[0], **TOLERANCES[dtype])
     assert torch.equal(results[1][1][:, 0], cache[:, 0]), "another layer's cache was touched"
@@ -104,7 +104,7 @@ def test_rope_normalises_rotates_and_stores(
 @pytest.mark.parametrize("one_wave", [1024, 2], ids=["one wave", "more than run at once"])
 def test_many_tokens_take_more_heads_a_program(one_wave: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "ONE_WAVE", one_wave)
-    tokens, heads, kv_heads, head_dim = 65, 14, 2, 16
+    tokens, kv_heads, head_dim = 65, 2, 16
     qkv, weight = torch.randn(tokens, 18 * head_dim), torch.randn(head_dim)
     positions, rows = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     tables = torch.randperm(5, dtype=torch.int32).view(1, 5)
@@ -112,17 +112,7 @@ def test_many_tokens_take_more_heads_a_program(one_wave: int, monkeypatch: pytes
     for ops in (reference, triton_ops):
         x, kv = qkv.clone(), torch.zeros(5, 2, kv_heads, 16, head_dim)
         ops.qk_norm_rope_store(
-            x,
-            weight,
-            weight,
-            1e-6,
-            torch.ones(tokens, head_dim),
-            positions,
-            rows,
-            tables,
-            kv,
-            heads,
-            kv_heads,
+            x, weight, weight, 1e-6, torch.ones(tokens, head_dim), positions, rows, tables, LayerCache(kv)
         )
         results.append((x, kv))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
@@ -142,7 +132,7 @@ def test_k_that_nobody_reads_in_qkv_is_stored_in_the_cache_alone(monkeypatch: py
     for keep_k in (True, False):
         x, kv = qkv.clone(), torch.zeros(5, 2, kv_heads, 16, head_dim)
         triton_ops.qk_norm_rope_store(
-            x, weight, weight, 1e-6, cos_sin, positions, rows, tables, kv, heads, kv_heads, keep_k
+            x, weight, weight, 1e-6, cos_sin, positions, rows, tables, LayerCache(kv), keep_k
         )
         results.append((x.view(tokens, -1, head_dim), kv))
     (kept, kept_kv), (x, kv) = results

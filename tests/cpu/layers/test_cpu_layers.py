@@ -8,17 +8,27 @@ from shoal.attention.cpu import CpuBackend
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import linear as cpu_linear
 from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.layer_cache import LayerCache
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from tests.cpu.kernels.test_cpu_attention import make_step
 from tests.cpu.kernels.test_cpu_linear import random_tensor
+from tests.head_shape import head_shape
 
 pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS = 6, 2, 32, 64, 96, 1e-5
 
 
-def layer_weights(
-    seed: int, window: int | None, bias: bool, qk_norm: bool, scales_2G: torch.Tensor | None = None
-) -> LayerWeights:
+def layer_caches(
+    kv: torch.Tensor, window: int | None, scales_L2G: torch.Tensor | None = None
+) -> tuple[LayerCache, ...]:
+    """Caches of layers that share the tensor `kv`, [blocks, layers, ...]."""
+    return tuple(
+        LayerCache(kv[:, i], window=window, scales_2G=None if scales_L2G is None else scales_L2G[i])
+        for i in range(kv.shape[1])
+    )
+
+
+def layer_weights(seed: int, bias: bool, qk_norm: bool) -> LayerWeights:
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     shapes = ((width, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
     packed = (cpu_linear.pack([random_tensor("Q4_1", *shape, seed=seed)]) for shape in shapes)
@@ -28,12 +38,12 @@ def layer_weights(
         torch.rand(HIDDEN),
         *(torch.rand(HEAD_DIM) if qk_norm else None for _ in range(2)),
     )
-    return LayerWeights(*packed, *biases, *norms, scales_2G, window)
+    return LayerWeights(*packed, *biases, *norms)
 
 
-def op_by_op(weights, residual, step, kv, cos_sin):
-    backend, x = CpuBackend(HEAD_DIM), None
-    for i, w in enumerate(weights):
+def op_by_op(weights, residual, step, caches, cos_sin):
+    backend, x = CpuBackend(head_shape(HEADS, KV_HEADS, HEAD_DIM)), None
+    for w, cache in zip(weights, caches, strict=True):
         x = (
             cpu_ops.rms_norm(residual, w.input_norm, EPS)
             if x is None
@@ -41,21 +51,10 @@ def op_by_op(weights, residual, step, kv, cos_sin):
         )
         qkv = w.qkv.linear(x, w.qkv_bias)
         cpu_ops.qk_norm_rope_store(
-            qkv,
-            w.q_norm,
-            w.k_norm,
-            EPS,
-            cos_sin,
-            step.positions_T,
-            step.rows_T,
-            step.block_tables_RM,
-            kv[:, i],
-            HEADS,
-            KV_HEADS,
-            scales_2G=w.scales_2G,
+            qkv, w.q_norm, w.k_norm, EPS, cos_sin, step.positions_T, step.rows_T, step.block_tables[0], cache
         )
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        heads = backend.attend(q, k, v, kv[:, i], step, w.window, scales_2G=w.scales_2G)
+        heads = backend.attend(q, k, v, cache, step)
         x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.post_norm, EPS)
         x = w.down.linear(cpu_ops.silu_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
     return x
@@ -65,7 +64,8 @@ def op_by_op(weights, residual, step, kv, cos_sin):
 @pytest.mark.parametrize("sequences", [[(1, 20)], [(1, 9), (1, 0), (7, 30), (40, 40)]])
 def test_one_call_does_what_the_ops_do(sequences, options):
     torch.manual_seed(0)
-    weights = [layer_weights(seed, *options) for seed in range(3)]
+    window, *flags = options
+    weights = [layer_weights(seed, *flags) for seed in range(3)]
     _, _, step = make_step(sequences, HEADS, KV_HEADS, HEAD_DIM, 16)
     rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
     # padding: 0 - 1
@@ -73,11 +73,12 @@ def test_one_call_does_what_the_ops_do(sequences, options):
     step = type(step)(
         **{name: getattr(step, name) for name in step.__slots__} | {"rows_T": rows, "positions_T": positions}
     )
-    kv = torch.randn(int(step.block_tables_RM.max()) + 1, 3, 2, KV_HEADS, 16, HEAD_DIM)
+    kv = torch.randn(int(step.block_tables[0].max()) + 1, 3, 2, KV_HEADS, 16, HEAD_DIM)
     residual, cos_sin = torch.randn(len(rows), HIDDEN), torch.randn(64, HEAD_DIM)
     want_residual, want_kv = residual.clone(), kv.clone()
-    want = op_by_op(weights, want_residual, step, want_kv, cos_sin)
-    got = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)(residual, step, kv, cos_sin)
+    want = op_by_op(weights, want_residual, step, layer_caches(want_kv, window), cos_sin)
+    layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)
+    got = layers(residual, step, layer_caches(kv, window), cos_sin)
     real = positions >= 0
     assert (
         torch.equal(got[real], want[real])

@@ -27,6 +27,7 @@ from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.layers.attention import attention_shape
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.mlp import Experts
 from shoal.layers.parallel import TensorParallel
@@ -497,8 +498,9 @@ def test_matrices_of_fewer_bits_count_for_captured_tokens_before_they_have_memor
         ),
         "config.json",
     )
+    backends = {attention_shape(config, 1): None}
     built = [
-        decoder.Decoder(config, TensorParallel.single(), cpu_ops, None, 0, keep_quantized=kept)
+        decoder.Decoder(config, TensorParallel.single(), cpu_ops, backends, 0, keep_quantized=kept)
         for kept in (False, True)
     ]
     plain, packed = (most_captured_tokens(model) for model in built)

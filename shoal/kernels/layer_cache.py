@@ -1,0 +1,20 @@
+"""`LayerCache`: where the keys and values of one layer lie in the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """A view of the cache for one layer. It is made once for a cache and serves all steps, so graphs may
+    capture its addresses. B blocks, G kv heads on this rank, N head size."""
+
+    blocks: torch.Tensor  # [B, 2, G, block_size, N]: keys, then values; a view into the cache of all layers
+    table: int = 0  # which of StepInput.block_tables has the ids of this layer's blocks
+    window: int | None = None  # how many positions a token sees, with its own; None: all before it
+    # float32 [2, G]: the cache has fp8 numbers (reference.py: `to_fp8`), kv head g's to be multiplied by
+    # scales_2G[0, g] (keys) and scales_2G[1, g] (values). None: the cache has plain numbers.
+    scales_2G: torch.Tensor | None = None
