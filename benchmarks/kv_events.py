@@ -15,7 +15,9 @@ import time
 
 from shoal.api import Request
 from shoal.config import KVEventsConfig
+from shoal.engine.block_events import BlockEvents
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.step_part import Parts
 from shoal.kv.events.publisher import KvEvents
 from shoal.sampling_params import SamplingParams
 
@@ -24,13 +26,10 @@ def start(events: KvEvents | None) -> Scheduler:
     """All prompts computed."""
     r = random.Random(0)
     scheduler = Scheduler(
-        num_blocks=40_000,
-        block_size=16,
-        max_num_seqs=256,
-        max_num_batched_tokens=16384,
-        max_model_len=8192,
-        events=events,
+        num_blocks=40_000, block_size=16, max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=8192
     )
+    if events is not None:
+        Parts(scheduler).add(BlockEvents(events, scheduler.blocks))
     for i in range(256):
         # a sixteenth of the sequences fill a block in each step
         prompt = [r.randrange(50_000) for _ in range(200 + i % 16)]

@@ -60,8 +60,10 @@ def build(model: str, **options: Any) -> Any:
 
 
 def wait_until_pinned(core: Any) -> float:
+    from shoal.engine.offload.tiers import KvTiers
+
     start = time.perf_counter()
-    while not core.tiers.is_pinned:
+    while not core.parts.find(KvTiers).is_pinned:
         core.tick()
         time.sleep(0.01)
     return time.perf_counter() - start
@@ -147,9 +149,12 @@ class FetchTimes:
     """Begin and end of a core's fetches, by request."""
 
     def __init__(self, core: Any) -> None:
+        from shoal.engine.offload.tiers import KvTiers
+
         self.begun: dict[str, float] = {}
         self.ended: dict[str, float] = {}
-        begin, fetched = core.tiers.offloader.begin, core.scheduler.fetched
+        offloader = core.parts.find(KvTiers).offloader
+        begin, fetched = offloader.begin, core.scheduler.fetched
 
         def timed_begin(fetch: Any) -> None:
             self.begun[fetch.seq.request.request_id] = time.perf_counter()
@@ -159,7 +164,7 @@ class FetchTimes:
             self.ended[fetch.seq.request.request_id] = time.perf_counter()
             fetched(fetch, num_blocks)
 
-        core.tiers.offloader.begin, core.scheduler.fetched = timed_begin, timed_fetched
+        offloader.begin, core.scheduler.fetched = timed_begin, timed_fetched
 
 
 def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:

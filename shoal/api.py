@@ -14,7 +14,8 @@ from shoal.errors import ConfigError
 from shoal.sampling_params import SamplingParams
 from shoal.stats import Stats
 
-MEMORY_TAGS = ("weights", "kv_cache")  # the memory regions that can sleep
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+MEMORY_TAGS = (WEIGHTS, KV_CACHE)  # the memory regions that can sleep
 SLEEP_MODES = ("abort", "wait", "keep")  # for running requests
 
 

@@ -12,36 +12,32 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from shoal.api import FinishReason, Output, Request
+from shoal.api import KV_CACHE, FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
+from shoal.engine.block_events import BlockEvents
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
-from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
-from shoal.engine.lifecycle.weight_exports import accepted
+from shoal.engine.cost_learner import CostLearner
+from shoal.engine.grammar_admission import GrammarAdmission
+from shoal.engine.lifecycle import another_model
+from shoal.engine.lifecycle.sleep import Sleeper
+from shoal.engine.lifecycle.weight_exports import WeightExports, accepted
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
-from shoal.engine.scheduling.grammar import GrammarAdmission, Grammars
+from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.step_loop import PauseState, StepLoop
-from shoal.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    RequestError,
-    ShoalError,
-    UnavailableError,
-    UserError,
-)
+from shoal.engine.step_part import PartBuilder, Parts
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError, UserError
 from shoal.hashing import root_key
 from shoal.kv.events.publisher import KvEvents
 from shoal.models.decoder import check_parallel
@@ -65,13 +61,15 @@ class EngineCore:
         files: CheckpointFiles,
         predecessor: EngineCore | None = None,
         peer_weights: bytes | None = None,
+        more_parts: Sequence[PartBuilder] = (),
     ) -> None:
         """`predecessor`: the core that this one replaces. It sleeps, and so does the KV cache of this one at
         first. Its event listeners become this one's. `peer_weights`: another worker's export
-        (Weights.export), from which the weights are read if possible."""
+        (WeightExports.export), from which the weights are read if possible. `more_parts` build parts in
+        addition to Shoal's own."""
         if files.revision is not None:
             config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
-        self.files, self._given = files, config
+        self.files, self._given, self._more_parts = files, config, more_parts
         self.model_config = files.config
         check_parallel(self.model_config, config.tensor_parallel_size)
         self.config: ResolvedConfig = resolve_config(config, self.model_config, files.quantized_bytes)
@@ -104,9 +102,7 @@ class EngineCore:
                     "runs there, raise tensor_parallel_size, or take a smaller or quantized model"
                 ) from None
             undo.callback(self.ranks.close)
-            self.peers: KvPeers | None = None
-            undo.callback(self._close_peers)
-            self._start(files)
+            self._start(files, undo)
             if predecessor is not None:
                 self.sleep(2, [KV_CACHE])  # listeners get AllBlocksCleared by it
             undo.pop_all()
@@ -117,7 +113,7 @@ class EngineCore:
         options = self.config.kv_events_config
         return KvEvents(options, self.config.block_size) if options.enable_kv_cache_events else None
 
-    def _start(self, files: CheckpointFiles) -> None:
+    def _start(self, files: CheckpointFiles, undo: ExitStack) -> None:
         config = self.config
         self.num_blocks = num_blocks = self._allocate()
         self.scheduler = Scheduler(
@@ -131,45 +127,17 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
             step_sizes=sorted({shape.tokens for shape in self.ranks.runner.mixed_shapes}),
-            events=self.events,
         )
-        grammars = Grammars(
-            lambda: load_tokenizer(files, config.tokenizer),
-            self.model_config.vocab_size,
-            files.eos_token_ids,
-            config.closes_objects,
-            config.structured_outputs_config.disable_any_whitespace,
-        )
-        self.admission = GrammarAdmission(grammars, self.scheduler)
-        self.tiers: KvTiers | None = None
-        if config.has_kv_tiers:
-            self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
-        if config.kv_transfer_config is not None:
-            self.peers = KvPeers(config, self.ranks, self.scheduler, lambda: self.weights.checkpoint)
         self.refused: str | None = None  # why no request is taken
         self._paused = PauseState()
-        # What steps cost is learned only where there is a target for the gap between tokens.
-        self.step_costs = StepCosts() if config.target_itl_ms else None
-        self.loop = StepLoop(
-            config,
-            self.ranks,
-            self.scheduler,
-            grammars,
-            self.admission,
-            self.tiers,
-            self.peers,
-            self.events,
-            self._paused,
-            self.step_costs,
-        )
-        self.weights = Weights(
-            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self.peers, self._paused
-        )
+        self.parts = Parts(self.scheduler)
+        undo.callback(self.parts.close)
+        self.loop = StepLoop(config, self.ranks, self.scheduler, self.parts, self._paused)
+        self.weights = Weights(config, files, self.ranks, self.loop, self.scheduler, self.parts, self._paused)
         self.sleeper = Sleeper(
-            config, self.ranks, self.loop, self.scheduler, self.weights, self.tiers, self.peers, self._paused
+            config, self.ranks, self.loop, self.scheduler, self.weights, self.parts, self._paused
         )
-        if self.peers is not None:
-            self.peers.name_model()
+        self._add_parts(files)
         logger.info(
             "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
             num_blocks,
@@ -178,6 +146,31 @@ class EngineCore:
             config.dtype,
             config.device,
         )
+
+    def _add_parts(self, files: CheckpointFiles) -> None:
+        """Builds what this engine has in addition to its core, in the order that `Parts` explains."""
+        config, ranks, scheduler, parts = self.config, self.ranks, self.scheduler, self.parts
+        grammars = Grammars(
+            lambda: load_tokenizer(files, config.tokenizer),
+            self.model_config.vocab_size,
+            files.eos_token_ids,
+            config.closes_objects,
+            config.structured_outputs_config.disable_any_whitespace,
+        )
+        parts.add(GrammarAdmission(grammars, scheduler))
+        if config.target_itl_ms:
+            parts.add(CostLearner(scheduler))
+        if config.has_kv_tiers:
+            parts.add(KvTiers(config, ranks, scheduler, self.events))
+        if config.kv_transfer_config is not None:
+            peers = KvPeers(config, ranks, scheduler, lambda: self.weights.checkpoint)
+            parts.add(peers)
+            peers.name_model()
+        parts.add(WeightExports(config, ranks, self._paused, lambda: self.weights.checkpoint))
+        for build in self._more_parts:
+            parts.add(build(config, ranks, scheduler))
+        if self.events is not None:
+            parts.add(BlockEvents(self.events, scheduler.blocks))
 
     def _allocate(self) -> int:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
@@ -224,7 +217,8 @@ class EngineCore:
                 f"structured_outputs needs tokens of text, and {why}; leave it out",
                 field="structured_outputs",
             )
-        if request.fetches_only and (self.peers is None or self.peers.reader is None):
+        transfer = self.config.kv_transfer_config
+        if request.fetches_only and (transfer is None or not transfer.reads):
             raise RequestError(
                 "fetches_only brings KV blocks of another engine in, and this engine reads none; send it to "
                 "one whose kv_role is kv_consumer or kv_both",
@@ -232,13 +226,8 @@ class EngineCore:
             )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
-        # otherwise its prefetch request has done the lookup
-        if self.tiers is not None and request.continues is None:
-            self.tiers.ask(seq)
-        if self.peers is not None:
-            self.peers.ask(seq)
-        if structured is not None:
-            self.admission.hold(seq, structured)
+        for part in self.parts:
+            part.added(seq)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -274,23 +263,49 @@ class EngineCore:
         called again soon."""
         return self.loop.tick()
 
-    # Commands
+    # Commands that belong to a part
+
+    def prepare_grammars(self) -> None:
+        """Loads what the first request with a grammar would have to wait for."""
+        grammars = self.parts.find(GrammarAdmission)
+        assert grammars is not None
+        grammars.prepare()
+
+    @property
+    def peers(self) -> KvPeers | None:
+        return self.parts.find(KvPeers)
 
     def lend_kv(
         self, token_ids: list[int], cache_salt: str | None = None, adapter: str | None = None
     ) -> bytes | None:
         """Offers other engines the blocks that the cache has of the beginning of these tokens. Returns a
         ticket for them, None where there is nothing to be had."""
-        if self.peers is None or self.paused is not None:
+        peers = self.peers
+        if peers is None or self.paused is not None:
             return None
         self.loop.drain()  # what a step in flight computes is findable already, and is not there yet
-        return self.peers.lend(token_ids, root_key(adapter, cache_salt))
+        return peers.lend(token_ids, root_key(adapter, cache_salt))
 
     def take_back_kv(self, ticket: bytes) -> None:
         """Nobody will use this ticket. One that has ended changes nothing. Raises TransferError for what is
         no ticket."""
-        if self.peers is not None:
-            self.peers.take_back(ticket, "it is no longer needed")
+        peers = self.peers
+        if peers is not None:
+            peers.take_back(ticket, "it is no longer needed")
+
+    @property
+    def exports(self) -> WeightExports:
+        exports = self.parts.find(WeightExports)
+        assert exports is not None
+        return exports
+
+    def flush_kv(self) -> None:
+        """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""
+        tiers = self.parts.find(KvTiers)
+        if tiers is not None:
+            tiers.flush()
+
+    # Other commands
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -349,13 +364,13 @@ class EngineCore:
         if why is None:
             self.weights.update(files)
             return self
-        self._check_can_end(files, why)
+        another_model.check_possible(files, why, self.config, self.sleeper, self.weights)
         config, files = self._given.for_model(source), dataclasses.replace(files, overrides={})
         refusal: ShoalError | None = None
         try:
-            _check_text(config, files)
-            with self._room_made():
-                successor = EngineCore(config, files, self)
+            another_model.check_text(config, files)
+            with another_model.room_made(self.ranks, self.sleeper, self.parts):
+                successor = EngineCore(config, files, self, more_parts=self._more_parts)
         except (ShoalError, RuntimeError, MemoryError, OSError) as error:
             kind = type(error) if isinstance(error, UserError) else UnavailableError
             refusal = kind(
@@ -373,48 +388,10 @@ class EngineCore:
         self._hand_over(successor)
         return successor
 
-    def _check_can_end(self, files: CheckpointFiles, why: str) -> None:
-        """Raises CheckpointError or ConfigError if another model cannot take this one's place now."""
-        another = f"{files.path} is of another model: {why}"
-        if not self.config.enable_sleep_mode:
-            raise CheckpointError(
-                f"{another}; build a new engine for it, or build this one with enable_sleep_mode, and put it "
-                "to sleep at level 2 before it takes another model"
-            )
-        if not self.sleeper.is_emptied:
-            raise CheckpointError(
-                f"{another}; the engine must give its own up first: put it to sleep at level 2, update its "
-                "weights, and wake it up"
-            )
-        if self.weights.groups:
-            raise ConfigError(
-                f"{another}, and the engine is in the weights update groups {self.weights.groups}; destroy "
-                "them first, and join again with the other model"
-            )
-
-    @contextmanager
-    def _room_made(self) -> Iterator[None]:
-        """Inside, this core holds no memory that a successor needs. If what runs in here fails, the core has
-        its host memory again, and it sleeps."""
-        self.sleep(2, mode="keep")
-        if self.tiers is not None:
-            self.tiers.give_slab_back()
-        try:
-            yield
-        except BaseException:
-            self.ranks.use_threads()
-            if self.tiers is not None:
-                try:
-                    self.tiers.take_slab()
-                except (ShoalError, RuntimeError) as error:
-                    raise self.ranks.failed(error) from None
-            raise
-
     def _hand_over(self, successor: EngineCore) -> None:
         """Ends this core, whose requests are aborted: their tokens mean nothing to another model."""
-        self.tiers = None  # They have given their memory back.
         try:
-            self._leave_peers()
+            self.parts.close()
             successor.weights.version = self.weights.version + 1
             successor.refused = self.refused
             self.scheduler.abort_all()
@@ -431,28 +408,16 @@ class EngineCore:
             raise
         logger.info("weights version %d: another model, %s", successor.weights.version, successor.files.path)
 
-    def _leave_peers(self) -> None:
-        peers, self.peers, self.loop.peers = self.peers, None, None
-        if peers is not None:
-            peers.close()
-
-    def _close_peers(self) -> None:
-        """At a start that fails, wherever it does."""
-        if self.peers is not None:
-            self.peers.close()
-
     # The cache
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; a shared store keeps its own. Returns False if running requests still
         hold some."""
-        if self.peers is not None:
-            self.peers.withdraw_all("the prefix cache was reset")
+        for part in self.parts:
+            part.before_reset()
         idle = self.scheduler.reset_prefix_cache()
-        if self.tiers is not None:
-            self.tiers.reset()
-        if self.events is not None:
-            self.events.flush()
+        for part in self.parts:
+            part.after_reset()
         return idle
 
     @property
@@ -467,32 +432,16 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        self.weights.exports.settle()  # here, because a monitored engine is asked for its stats regularly
-        stats, costs = self.scheduler.stats(), self.step_costs
-        if costs is not None and costs.num_learned:
-            stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
-            stats.prompt_token_s = costs.token_s
-        if self.tiers is not None:
-            self.tiers.fill_in(stats)
-        if self.peers is not None:
-            self.peers.fill_in(stats)
+        stats = self.scheduler.stats()
+        for part in self.parts:
+            part.fill_in(stats)
         return stats
 
     def check(self) -> None:
-        """Checks scheduler, tiers, peers and events by assertions. For tests and idle
-        moments."""
-        if self.peers is not None:
-            self.peers.check()
+        """Checks scheduler and parts by assertions. For tests and idle moments."""
         self.scheduler.check()
-        if self.tiers is not None:
-            self.tiers.check()
-        if self.events is not None and self.error is None:
-            self.events.check(self.scheduler.blocks.pool.cached_keys())
-
-    def flush_kv(self) -> None:
-        """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""
-        if self.tiers is not None:
-            self.tiers.flush()
+        for part in self.parts:
+            part.check()
 
     def exit(self) -> None:
         """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as
@@ -503,17 +452,8 @@ class EngineCore:
         except (RuntimeError, ShoalError) as error:
             logger.warning("KV blocks were not written: %s", error)
         finally:  # also of an interrupt
-            self.tiers = None
             with ExitStack() as ends:  # It runs the last entry first, and all of them whatever one raises.
                 ends.callback(self.ranks.close)
                 if self.events is not None:
                     ends.callback(self.events.close)
-                ends.callback(self._leave_peers)
-
-
-def _check_text(config: EngineConfig, files: CheckpointFiles) -> None:
-    """Raises CheckpointError if the model's tokenizer or chat template cannot be loaded."""
-    if not config.skip_tokenizer_init:
-        load_tokenizer(files, config.tokenizer, config.chat_template)
-    if config.generation_config == "auto":
-        files.generation_config  # noqa: B018 - reading it checks it
+                ends.callback(self.parts.close)

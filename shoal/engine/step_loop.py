@@ -12,26 +12,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.api import Output
+from shoal.api import WEIGHTS, Output
 from shoal.config import ResolvedConfig
-from shoal.engine.offload.tiers import KvTiers
-from shoal.engine.peers.peers import KvPeers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner.batch import BatchBuilder
 from shoal.engine.runner.step_buffers import RING
-from shoal.engine.scheduling.grammar import GrammarAdmission, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
-from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.step_outputs import InFlight, outputs_of
-from shoal.errors import EngineDeadError
-from shoal.kv.events.publisher import KvEvents
+from shoal.engine.step_part import Parts
+from shoal.errors import EngineDeadError, UnavailableError
 from shoal.stats import SleepState
 
 
 class PauseState:
     """Why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and Weights write it;
-    the core and its step loop read it."""
+    the core, its step loop and parts read it."""
 
     def __init__(self) -> None:
         self.sleep = SleepState()  # written by Sleeper
@@ -45,6 +41,13 @@ class PauseState:
         what = f": {' and '.join(sorted(self.sleep.asleep))}" if self.sleep.asleep else ""
         return f"the engine sleeps (level {self.sleep.level}{what}); wake it up first"
 
+    def check_awake(self) -> None:
+        """Raises UnavailableError while the weights are asleep."""
+        if WEIGHTS in self.sleep.asleep:
+            raise UnavailableError(
+                "the weights are asleep; wake them up first (wake_up with the tag weights)"
+            )
+
 
 class StepLoop:
     """Runs the scheduler's sequences, one `step` at a time.
@@ -54,24 +57,10 @@ class StepLoop:
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        ranks: Ranks,
-        scheduler: Scheduler,
-        grammars: Grammars,
-        admission: GrammarAdmission,
-        tiers: KvTiers | None,
-        peers: KvPeers | None,
-        events: KvEvents | None,
-        paused: PauseState,
-        costs: StepCosts | None,
+        self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, parts: Parts, paused: PauseState
     ) -> None:
-        """`costs`: learns the cost of steps; None: the engine has no use for it."""
-        self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
-        self.peers = peers
-        self._grammars, self._admission, self._events = grammars, admission, events
-        self._paused = paused
-        self._costs = costs
+        self.ranks, self.scheduler = ranks, scheduler
+        self._parts, self._paused = parts, paused
         self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
         self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
@@ -90,9 +79,34 @@ class StepLoop:
         return bool(unreported) or (self._paused.reason is None and self.scheduler.has_work)
 
     def step(self) -> list[Output]:
-        """Schedules and launches one step, then returns the outputs of the oldest that is due."""
+        """Schedules and launches one step, then returns the outputs of the oldest that is due. While the
+        engine is paused, no step is in flight, and this returns the outputs that are there."""
         self.ranks.check_usable()
-        self._admission.release()
+        if self._paused.reason is not None:
+            return self._take_unreported()
+        parts = self._parts
+        with self._guarded():
+            for part in parts.before_schedule:
+                part.before_schedule()
+            outputs = self._take_unreported()
+            with span("schedule"):
+                plan = self.scheduler.schedule()
+            for part in parts.after_schedule:
+                outputs += part.after_schedule(plan)
+            if plan is not None:
+                with span("launch"):
+                    self._in_flight.append(self._launch(plan))
+            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+                with span("complete"):
+                    outputs += self._complete(self._in_flight.popleft())
+            waits = plan is None and not (self._in_flight or outputs)
+            for part in parts.after_step:
+                part.after_step(waits)
+        return outputs
+
+    def _take_unreported(self) -> list[Output]:
+        """Returns the outputs that no step has returned: of drained steps, and the ends of requests that were
+        finished from outside."""
         outputs, self._late = self._late, []
         for seq in self.scheduler.take_finished_outside():
             outputs.append(
@@ -104,47 +118,17 @@ class StepLoop:
                     error=seq.error,
                 )
             )
-        runs = self._paused.reason is None
-        with self._guarded():
-            tiers, peers = (self.tiers, self.peers) if runs else (None, None)
-            if tiers is not None:
-                tiers.before_schedule()
-            if peers is not None:
-                peers.before_schedule()
-            with span("schedule"):
-                plan = self.scheduler.schedule(self._costs) if runs else None
-            if tiers is not None:
-                tiers.before_step(launches=plan is not None)
-            if peers is not None:
-                peers.before_step()
-            if plan is not None:
-                if peers is not None:
-                    outputs += peers.begin(plan)
-                with span("launch"):
-                    self._in_flight.append(self._launch(plan))
-            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-                with span("complete"):
-                    outputs += self._complete(self._in_flight.popleft())
-            elif self._admission.is_busy and not outputs:
-                self._admission.wait()
-            waits = plan is None and not (self._in_flight or outputs)
-            if tiers is not None:
-                tiers.after_step(waits)
-            if peers is not None:
-                peers.after_step(waits)
-        if self._events is not None:
-            self._events.flush()
         return outputs
 
     def tick(self) -> bool:
-        """To be called while there is no work: moves KV blocks to lower tiers, and renews leases of other
-        workers' blocks. Returns whether it should be called again soon."""
+        """To be called while there is no work: parts do what needs no step. Returns whether it should be
+        called again soon."""
         if self.ranks.error is not None:
             return False
+        has_more = False
         with self._guarded():
-            has_more = self.peers is not None and self.peers.tick()
-            if self.tiers is not None:
-                has_more |= self.tiers.tick()
+            for part in reversed(self._parts):
+                has_more |= part.tick()
         return has_more
 
     def drain(self) -> None:
@@ -158,15 +142,15 @@ class StepLoop:
         """Adds outputs of another core's requests to what the next `step` returns."""
         self._late += outputs
 
-    # Launching
+    # Inside
 
     def _launch(self, plan: StepPlan) -> InFlight:
         packed, options = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()
-        if options.grammars:
-            options.masks = self._grammars.masks(options.grammars)
+        for part in self._parts.before_launch:
+            part.before_launch(options)
         launched_at = time.monotonic()
         return InFlight(plan, self.ranks.step(packed, options or None), options.embeds, launched_at)
 
@@ -177,28 +161,16 @@ class StepLoop:
             runner.layout, self._block_size, runner.share_from, runner.mixed_shapes, splits_sampling=several
         )
 
-    # Completing
-
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = self.ranks.wait(step.result)
-        if self._costs is not None:
-            self._learn(self._costs, step)
-        if self.tiers is not None:
-            self.tiers.completed(step.plan, step.launched_at)
-        results = self.scheduler.update(step.plan, tokens)
-        if self.peers is not None:
-            self.peers.completed(step.plan)
-        return outputs_of(step, results)
-
-    def _learn(self, costs: StepCosts, step: InFlight) -> None:
-        """Learns from a step that has just ended. It began when it was launched, or when the step before it
-        ended."""
         now = time.monotonic()
+        # It began when it was launched, or when the step before it ended.
         seconds = now - max(step.launched_at, self._completed_at)
         self._completed_at = now
-        plan = step.plan
-        chunks = [(entry.start, entry.num_tokens) for entry in plan.scheduled[plan.num_decodes :]]
-        costs.learn(len(plan.scheduled), chunks, seconds)
+        results = self.scheduler.update(step.plan, tokens)
+        for part in self._parts.completed:
+            part.completed(step.plan, seconds)
+        return outputs_of(step, results)
 
     # Failures
 
@@ -230,17 +202,13 @@ class StepLoop:
         )
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
-        if self.peers is not None:
-            self.peers.abandon()
-        if self.tiers is not None:
-            try:
-                self.tiers.start_anew()
-            except TimeoutError:  # a disk that hangs
-                return
+        try:
+            for part in self._parts:
+                part.start_anew()
+        except TimeoutError:  # a disk that hangs
+            return
         for fetch in list(self.scheduler.blocks.fetches):
             self.scheduler.fetched(fetch, 0)
-        if self._events is not None:
-            self._events.flush()
         self._in_flight.clear()
         self._late.clear()
         self.builder = self._new_builder()

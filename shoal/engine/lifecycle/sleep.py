@@ -17,21 +17,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shoal.api import MEMORY_TAGS, check_sleep, check_tags
+from shoal.api import KV_CACHE, MEMORY_TAGS, WEIGHTS, check_sleep, check_tags
 from shoal.config import ResolvedConfig
 from shoal.engine.lifecycle.weight_updates import Weights
-from shoal.engine.offload.tiers import KvTiers
-from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import PauseState, StepLoop
+from shoal.engine.step_part import Parts
 from shoal.errors import ConfigError, UnavailableError
 from shoal.stats import MemoryReport
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 GIB = 2**30
 
 
@@ -48,13 +46,11 @@ class Sleeper:
         loop: StepLoop,
         scheduler: Scheduler,
         weights: Weights,
-        tiers: KvTiers | None,
-        peers: KvPeers | None,
+        parts: Parts,
         paused: PauseState,
     ) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
-        self._scheduler, self._weights = scheduler, weights
-        self._tiers, self._peers = tiers, peers
+        self._scheduler, self._weights, self._parts = scheduler, weights, parts
         self._paused, self._state = paused, paused.sleep
 
     @property
@@ -94,12 +90,8 @@ class Sleeper:
         elif WEIGHTS in going or deeper:
             kept = ""
         self._loop.drain()
-        if self._tiers is not None and KV_CACHE in going:
-            self._tiers.quiesce()
-        if self._peers is not None and KV_CACHE in going:
-            self._peers.cache_changes("the engine went to sleep")
-        if WEIGHTS in going:
-            self._weights.exports.withdraw_all()
+        for part in self._parts:
+            part.before_sleep(going)
         reports: list[dict[str, int]] = []
         with self._knowing(level, kept):
             if going or deeper:
@@ -172,7 +164,6 @@ class Sleeper:
             self._scheduler.abort_all()
         if cache_went:
             self._scheduler.preempt_all()
-            # Lower tiers keep what they have: these weights computed it.
             self._scheduler.reset_prefix_cache()
 
     def _release(self, tags: list[str], kept: str) -> list[dict[str, int]]:

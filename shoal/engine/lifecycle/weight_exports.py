@@ -12,16 +12,20 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shoal import __version__
+from shoal.api import WEIGHTS
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_export import WeightsExport, decode, encode
+from shoal.engine.step_loop import PauseState
+from shoal.engine.step_part import StepPart
 from shoal.errors import CheckpointError, UnavailableError
+from shoal.stats import Stats
 from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.loader import lies_by_shape
 from shoal.weights.source import CheckpointFiles
@@ -31,14 +35,18 @@ logger = logging.getLogger(__name__)
 EXPORT_S = 600.0  # A worker that takes longer to start has died.
 
 
-class WeightExports:
+class WeightExports(StepPart):
     """`checkpoint()`: the checkpoint of the weights, if its files are unchanged; otherwise None. Every call
     is made between steps, and the exports end before the weights change or are released."""
 
     def __init__(
-        self, config: ResolvedConfig, ranks: Ranks, checkpoint: Callable[[], CheckpointFiles | None]
+        self,
+        config: ResolvedConfig,
+        ranks: Ranks,
+        paused: PauseState,
+        checkpoint: Callable[[], CheckpointFiles | None],
     ) -> None:
-        self._config, self._ranks, self._checkpoint = config, ranks, checkpoint
+        self._config, self._ranks, self._paused, self._checkpoint = config, ranks, paused, checkpoint
         self._ends: dict[str, float] = {}  # reader -> when its export ends
         self._offers: list[bytes] = []  # one RankExport for each rank, while there are readers
         # the checkpoint and its fingerprint, which is read from disk
@@ -48,6 +56,9 @@ class WeightExports:
         """Exports the weights of this name (weights/fingerprint.py), in place of any earlier export to this
         reader. Raises UnavailableError if the engine has other weights, or weights that cannot be
         exported."""
+        self._paused.check_awake()
+        if self._paused.weights_lost is not None:
+            raise UnavailableError(self._paused.weights_lost)
         files = self._checkpoint()
         if files is None:
             raise UnavailableError(
@@ -62,7 +73,7 @@ class WeightExports:
             self._name = files, tensors_fingerprint(files)
         if self._name[1] != name:
             raise UnavailableError(f"this engine has other weights: {files.path}")
-        self.settle()
+        self._settle()
         if not self._ends:
             self._open()
         self._ends[reader] = time.monotonic() + EXPORT_S
@@ -73,13 +84,23 @@ class WeightExports:
         if self._ends.pop(reader, None) is not None and not self._ends:
             self._close()
 
-    def withdraw_all(self) -> None:
+    def before_sleep(self, tags: Sequence[str]) -> None:
+        if WEIGHTS in tags:
+            self._withdraw_all()
+
+    def weights_change(self) -> None:
+        self._withdraw_all()
+
+    def fill_in(self, stats: Stats) -> None:
+        self._settle()  # here, because a monitored engine is asked for its stats regularly
+
+    def _withdraw_all(self) -> None:
         """Ends all exports. A reader in the middle of a read finds wrong checksums."""
         if self._ends:
             self._ends.clear()
             self._close()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Ends the exports of readers that have not reported back in time."""
         for reader in [reader for reader, end in self._ends.items() if end < time.monotonic()]:
             self.end(reader)

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.weight_exports import WeightExports
-from shoal.engine.offload.tiers import KvTiers
-from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.kv_cache import cache_scales
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import PauseState, StepLoop
+from shoal.engine.step_part import Parts
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
@@ -50,17 +48,15 @@ class Weights:
         ranks: Ranks,
         loop: StepLoop,
         scheduler: Scheduler,
-        tiers: KvTiers | None,
-        peers: KvPeers | None,
+        parts: Parts,
         paused: PauseState,
     ) -> None:
         self.version = 0  # the number of updates
         self._config, self._model_config = config, files.config
-        self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
-        self._peers, self._paused = peers, paused
+        self._ranks, self._loop, self._scheduler = ranks, loop, scheduler
+        self._parts, self._paused = parts, paused
         # the checkpoint whose packing the weights have; None: plain weights, or fp8 quantized from plain ones
         self._packed_as = files if config.keep_quantized and not config.quantizes_weights else None
-        self.exports = WeightExports(config, ranks, lambda: self.checkpoint)
         self._awaited: set[str] = set()  # the tensors of lost weights that have not been loaded again yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
@@ -93,7 +89,7 @@ class Weights:
     def update(self, files: CheckpointFiles) -> int:
         """Loads a checkpoint that has no `difference`. Returns the new version. Raises CheckpointError; if
         loading had begun, nothing runs until a good update."""
-        self._check_awake()
+        self._paused.check_awake()
         dummy = self._is_dummy(files)
         if not dummy:
             check_shapes(files)
@@ -197,16 +193,9 @@ class Weights:
         )
         return self.version
 
-    def export(self, name: bytes, reader: str) -> bytes:
-        """Opens the weights to another worker (WeightExports.export). Raises UnavailableError."""
-        self._check_awake()
-        if self._paused.weights_lost is not None:
-            raise UnavailableError(self._paused.weights_lost)
-        return self.exports.export(name, reader)
-
     def check(self) -> dict[str, str]:
         """A checksum of each tensor under "rank{i}.{name}"."""
-        self._check_awake()
+        self._paused.check_awake()
         sums = self._ranks.call(commands.CHECKSUMS)
         return {f"rank{rank}.{name}": value for rank, own in enumerate(sums) for name, value in own.items()}
 
@@ -272,12 +261,6 @@ class Weights:
     def _remember(self, files: CheckpointFiles) -> None:
         self._source, self._fingerprint = files, fingerprint(files)
 
-    def _check_awake(self) -> None:
-        if "weights" in self._paused.sleep.asleep:
-            raise UnavailableError(
-                "the weights are asleep; wake them up first (wake_up with the tag weights)"
-            )
-
     def _check_group(self, group_name: str) -> None:
         if group_name not in self.groups:
             raise ConfigError(
@@ -287,7 +270,7 @@ class Weights:
 
     def _check_tensors(self, listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> set[str]:
         """The names to load. Raises CheckpointError, before anything changes, for what does not fit."""
-        self._check_awake()
+        self._paused.check_awake()
         if self._packed_as is not None:
             raise CheckpointError(
                 f"the engine's weights are packed from {self._packed_as.path}, so plain tensors can't "
@@ -308,11 +291,8 @@ class Weights:
         self._loop.drain()
         self._scheduler.preempt_all()
         self._scheduler.reset_prefix_cache()
-        if self._tiers is not None:
-            self._tiers.weights_changed()
-        if self._peers is not None:
-            self._peers.weights_change()
-        self.exports.withdraw_all()
+        for part in self._parts:
+            part.weights_change()
         broke_off = f"the update {where} broke off"
         try:
             _, errors = load()

@@ -71,8 +71,8 @@ class _Scan:
 
 
 class Offloader:
-    """The scheduler's `tiers` (engine/scheduling/sequence.py) and its pool's listener. `persistent`: the
-    tiers below the host by name, in the order of lookups.
+    """The tiers as the scheduler's blocks know them: a `Source`, a `BlockWatcher` and the pool's listener.
+    `persistent`: the tiers below the host by name, in the order of lookups.
 
     Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. When a step has run:
     `step_completed`. Without steps: `tick`.
@@ -163,8 +163,8 @@ class Offloader:
             self.pool.hold(rest)
             fetch.held_blocks += rest
 
-    def registered(self, seq: sequence.Sequence, start: int, end: int) -> None:
-        for i in range(start, end):
+    def registered(self, seq: sequence.Sequence, start: int, blocks: Sequence[int]) -> None:
+        for i in range(start, start + len(blocks)):
             key = seq.keys[i]
             if key not in self._metas:
                 # what was fetched by way of the host tier is known there
@@ -176,9 +176,9 @@ class Offloader:
                 self._fresh.append(key)
             if key in self._leaving:  # another block has the content now
                 self._must_wait_for = max(self._must_wait_for, self._leaving[key])
-        self._num_registered += end - start
+        self._num_registered += len(blocks)
 
-    def released(self, blocks: list[int]) -> None:
+    def released(self, blocks: Sequence[int]) -> None:
         self.ledger.used_until.update(dict.fromkeys(blocks, self.ledger.num_launched))
         if self._leaving:
             for key in map(self.pool.key_of, blocks):

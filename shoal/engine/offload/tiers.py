@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import abc
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from shoal.api import KV_CACHE, Output
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.costs import Costs, plausible_copy_s
 from shoal.engine.offload.ledger import HOST
@@ -22,6 +24,7 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.step_part import StepPart
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
 from shoal.kv.events.publisher import KvEvents
@@ -44,20 +47,8 @@ HOST_WATERMARK = 1024
 LONG_PROMPT_SHARE = 16
 
 
-@dataclass(slots=True, eq=False)
-class _LookUp:
-    """A sequence that waits until tiers have said what they have of its prompt."""
-
-    seq: Sequence
-    answers: list[Future[int]]
-
-
-class KvTiers:
-    """Raises ConfigError for an option that cannot be met. `events`: None if there are no listeners.
-
-    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, the step, `after_step`. When a step
-    has run: `completed`. Without steps: `tick`.
-    """
+class KvTiers(StepPart):
+    """Raises ConfigError for an option that cannot be met. `events`: None if there are no listeners."""
 
     def __init__(
         self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
@@ -74,8 +65,8 @@ class KvTiers:
         self.persistent = ranks.runner.kv.tiers
         self._is_stale = False  # the persistent tiers are closed, as the weights have changed
         self._open_persistent()
-        self._look_ups: list[_LookUp] = []
-        self._completed_at = 0.0  # when the last step had run, in seconds
+        # for each sequence that waits until tiers have said what they have of its prompt: their answers
+        self._look_ups: dict[Sequence, list[Future[int]]] = {}
         self.costs = self._first_costs(measured)
         below = [tier.stats().capacity_blocks for tier in self.persistent.values()]
         self.policy = _policy(
@@ -142,58 +133,66 @@ class KvTiers:
 
     # Around a step
 
-    def ask(self, seq: Sequence) -> None:
-        """For a new sequence: asks those tiers that must be asked what they have of its prompt, unless nearer
-        ones have all of it. The sequence starts when they have answered."""
+    def added(self, seq: Sequence) -> None:
+        """Asks those tiers that must be asked what they have of the prompt, unless nearer ones have all of
+        it. The sequence starts when they have answered."""
         asked = [tier for tier in self.persistent.values() if tier.must_be_asked]
         params = seq.request.params
         if not asked or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
             return
+        if seq.request.continues is not None:
+            return  # its prefetch request has done the lookup
         block_size = self.config.block_size
         extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
         keys = seq.keys[: (seq.num_tokens - 1) // block_size]
         if any(
             self.scheduler.blocks.pool.find(key) is None and self.offloader.where(key) is None for key in keys
         ):
-            seq.num_lookups += 1
-            self._look_ups.append(_LookUp(seq, [tier.look_up(keys) for tier in asked]))
+            self._look_ups[seq] = [tier.look_up(keys) for tier in asked]
+
+    def may_start(self, seq: Sequence) -> bool:
+        return seq not in self._look_ups
 
     def before_schedule(self) -> None:
         if self._is_stale:
             self._reopen_persistent()
-        for look_up in list(self._look_ups):
-            if all(answer.done() for answer in look_up.answers):
-                self._look_ups.remove(look_up)
-                look_up.seq.num_lookups -= 1
+        for seq, answers in list(self._look_ups.items()):
+            if all(answer.done() for answer in answers):
+                del self._look_ups[seq]
         self.offloader.poll()
         self._publish()
 
-    def before_step(self, launches: bool) -> None:
-        self.offloader.before_step(launches)
+    def after_schedule(self, plan: StepPlan | None) -> list[Output]:
+        self.offloader.before_step(launches=plan is not None)
+        return []
 
     def after_step(self, waits: bool) -> None:
-        """`waits`: the step had nothing to do."""
         if not self.scheduler.has_work:
             return  # `tick` follows when the last outputs have been passed on
         self.offloader.offload()
         if waits:
             time.sleep(POLL_S)
 
-    def completed(self, plan: StepPlan, launched_at: float) -> None:
-        """Notes that a step has run. Steps with long prompts are used to estimate prefill speed."""
+    def completed(self, plan: StepPlan, seconds: float) -> None:
+        """Steps with long prompts are used to estimate prefill speed."""
         self.offloader.step_completed()
-        now = time.monotonic()
         num_tokens = plan.num_tokens - plan.num_decodes
         if num_tokens >= max(1, self.config.max_num_batched_tokens // LONG_PROMPT_SHARE):
-            self.costs.token.add(now - max(launched_at, self._completed_at), num_tokens)
-        self._completed_at = now
+            self.costs.token.add(seconds, num_tokens)
 
     def tick(self) -> bool:
-        """Instead of a step. Whether something is under way."""
         under_way = self.offloader.tick()
         self._publish()
         self._flush_events()
         return under_way
+
+    # Blocks of the device
+
+    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int]) -> None:
+        self.offloader.registered(seq, start, blocks)
+
+    def released(self, blocks: abc.Sequence[int]) -> None:
+        self.offloader.released(blocks)
 
     # Listeners
 
@@ -234,7 +233,7 @@ class KvTiers:
             self.ranks.call(commands.KV_CLOSE_TIERS)
             logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
 
-    def weights_changed(self) -> None:
+    def weights_change(self) -> None:
         """Forgets all KV of the old weights. Tiers reopen at the next step, so several updates in a row cost
         one reopening."""
         self.offloader.forget_host()
@@ -248,27 +247,27 @@ class KvTiers:
 
     # The rest of an engine's life
 
-    def quiesce(self) -> None:
-        """Afterwards no copy to or from the device is under way, and no fetch."""
-        self.offloader.quiesce()
+    def before_sleep(self, tags: abc.Sequence[str]) -> None:
+        """Afterwards no copy to or from the device is under way, and no fetch. Lower tiers keep what they
+        have, if weights sleep too: these weights computed it."""
+        if KV_CACHE in tags:
+            self.offloader.quiesce()
 
-    def reset(self) -> None:
-        """Every tier forgets what is this engine's alone. `LLM.reset_prefix_cache` calls this."""
+    def after_reset(self) -> None:
+        """Every tier forgets what is this engine's alone."""
         self.offloader.forget_host()
         for name in self.persistent:
             self.transfers.forget(name)
         self._publish()
 
-    def give_slab_back(self) -> None:
-        """Releases the host memory and its content, for an engine that is about to end or whose
-        weights are gone. `take_slab` must be called before the next step."""
-        self.quiesce()
-        self.weights_changed()
+    def give_memory_back(self) -> None:
+        """Gives the slab back, with its content."""
+        self.offloader.quiesce()
+        self.weights_change()
         self.ranks.call(commands.KV_CLOSE)
 
-    def take_slab(self) -> None:
-        """The opposite of `give_slab_back`. All tiers begin empty. Raises ConfigError if the host memory is
-        not to be had any more."""
+    def take_memory(self) -> None:
+        """Takes a slab again. All tiers begin empty."""
         self.ranks.call(commands.KV_REOPEN, self._num_host_blocks)
         self.persistent = self.ranks.runner.kv.tiers
         self.transfers = RankTransfers(self.ranks)
@@ -277,12 +276,8 @@ class KvTiers:
         self._attach()
 
     def start_anew(self) -> None:
-        """To be called after an interrupt, when it is unknown what reached the device, and all requests have
-        been aborted. Raises TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
         self._detach()
-        for fetch in list(self.scheduler.blocks.fetches):
-            self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader(self.offloader)
         self._attach()
         if self.events is not None:
@@ -303,20 +298,20 @@ class KvTiers:
         )
 
     def check(self) -> None:
-        """Checks its state by assertions."""
         self.offloader.check()
+
+    def close(self) -> None:
+        self._detach()
 
     # Figures
 
-    def fill_in(self, stats: Stats) -> Stats:
-        """Adds the tiers' figures to the scheduler's."""
+    def fill_in(self, stats: Stats) -> None:
         stats.kv_dropped_blocks = self.offloader.num_dropped
         stats.kv_compute_seconds_per_block = self.costs.block_s
         stats.kv_tiers = {}
         for name, counts in self.offloader.stats.items():
             if name != HOST or self.policy.has_host_tier:
                 stats.kv_tiers[name] = self._tier_stats(name, counts)
-        return stats
 
     def _tier_stats(self, name: str, counts: KvTierStats) -> KvTierStats:
         size = self.policy.block_bytes

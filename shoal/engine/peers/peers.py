@@ -5,10 +5,11 @@ them."""
 from __future__ import annotations
 
 import time
+from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.api import Output
+from shoal.api import KV_CACHE, Output
 from shoal.config import ResolvedConfig
 from shoal.engine.peers.lender import KvLender
 from shoal.engine.peers.reader import POLL_S, KvReader
@@ -17,19 +18,16 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import decode_address
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.step_part import StepPart
 from shoal.kv.transfer.transport import Reach
 from shoal.stats import Stats
 from shoal.weights.fingerprint import checkpoint_fingerprint, weights_fingerprint
 from shoal.weights.source import CheckpointFiles
 
 
-class KvPeers:
+class KvPeers(StepPart):
     """Raises ConfigError where an option can't be met. `checkpoint()` is what the weights were read from;
-    None if they are not a checkpoint's.
-
-    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, `begin` if there is a plan, the step,
-    `after_step`. When a step has run: Scheduler.update, `completed`.
-    """
+    None if they are not a checkpoint's."""
 
     def __init__(
         self,
@@ -63,10 +61,13 @@ class KvPeers:
 
     # Requests and steps
 
-    def ask(self, seq: Sequence) -> None:
-        """For a new sequence. A ticket that this engine does not read is left alone."""
+    def added(self, seq: Sequence) -> None:
+        """A ticket that this engine does not read is left alone."""
         if self.reader is not None:
             self.reader.ask(seq)
+
+    def may_start(self, seq: Sequence) -> bool:
+        return self.reader is None or not self.reader.is_opening(seq)
 
     def before_schedule(self) -> None:
         if self._is_stale:
@@ -76,33 +77,29 @@ class KvPeers:
         if self.reader is not None:
             self.reader.before_schedule()
 
-    def before_step(self) -> None:
-        """The tiers' part of the step has been prepared."""
+    def after_schedule(self, plan: StepPlan | None) -> list[Output]:
+        """Begins the fetches of this step, after the tiers have ordered their copies. Returns the tickets of
+        the requests whose prompts begin and which offer theirs."""
         if self.reader is not None:
-            self.reader.before_step()
+            self.reader.begin_fetches()
+        if self.lender is None or plan is None:
+            return []
+        return [Output(name, [], kv_ticket=ticket) for name, ticket in self.lender.begin(plan).items()]
 
     def after_step(self, waits: bool) -> None:
-        """`waits`: the step had nothing to do."""
         if waits and self._scheduler.has_work:
             time.sleep(POLL_S)
 
     def tick(self) -> bool:
-        """Instead of a step. Whether it should be called again soon: a read of an aborted request has not
-        ended, or a lease is to be renewed or released."""
+        """Returns True if a read of an aborted request has not ended, or a lease is to be renewed or
+        released."""
         if self.lender is not None:
             self.lender.settle()
         if self.reader is not None:
             self.reader.before_schedule()
         return self.reader is not None and self.reader.is_busy
 
-    def begin(self, plan: StepPlan) -> list[Output]:
-        """To be called before the step is launched. Returns the tickets of the requests whose prompts begin
-        and which offer theirs."""
-        if self.lender is None:
-            return []
-        return [Output(name, [], kv_ticket=ticket) for name, ticket in self.lender.begin(plan).items()]
-
-    def completed(self, plan: StepPlan) -> None:
+    def completed(self, plan: StepPlan, seconds: float) -> None:
         if self.lender is not None:
             self.lender.completed(plan)
 
@@ -125,19 +122,25 @@ class KvPeers:
         if self.lender is not None:
             self.lender.withdraw_all(why)
 
-    # The weights
+    def before_reset(self) -> None:
+        self.withdraw_all("the prefix cache was reset")
 
-    def cache_changes(self, why: str) -> None:
-        """To be called before the cache is lost, or gets another meaning. Afterwards nothing is read into it,
-        and other workers find that their reads from it are stale."""
+    # Sleep and weights
+
+    def before_sleep(self, tags: abc.Sequence[str]) -> None:
+        if KV_CACHE in tags:
+            self._cache_changes("the engine went to sleep")
+
+    def weights_change(self) -> None:
+        self._cache_changes("the weights changed")
+        self._is_stale = True
+
+    def _cache_changes(self, why: str) -> None:
+        """The cache will be lost, or get another meaning. Afterwards nothing is read into it, and other
+        workers find that their reads from it are stale."""
         if self.reader is not None:
             self.reader.quiesce()
         self.withdraw_all(why)
-
-    def weights_change(self) -> None:
-        """The weights are about to change."""
-        self.cache_changes("the weights changed")
-        self._is_stale = True
 
     def name_model(self) -> None:
         """Sends readers and ranks the name of the model and weights of the blocks. Engines of other
@@ -155,22 +158,18 @@ class KvPeers:
 
     # The rest of an engine's life
 
-    def fill_in(self, stats: Stats) -> Stats:
-        """Adds the figures of the exchange to the scheduler's."""
+    def fill_in(self, stats: Stats) -> None:
         if self.lender is not None:
             stats.kv_loans = self.lender.loans()
         if self.reader is not None:
             stats.kv_transfers = {name: replace(one) for name, one in self.reader.transfers.items()}
             stats.kv_transfer_failures = dict(self.reader.failures)
-        return stats
 
-    def abandon(self) -> None:
-        """After an interrupt: afterwards nothing is read into the cache. Somebody else ends the fetches."""
+    def start_anew(self) -> None:
         if self.reader is not None:
             self.reader.abandon()
 
     def check(self) -> None:
-        """Checks its state by assertions."""
         if self.lender is not None:
             self.lender.settle()
         held = [] if self.lender is None else self.lender.offers.held()
@@ -179,7 +178,7 @@ class KvPeers:
             self.reader.check()
 
     def close(self) -> None:
-        """Ends all offers and leases. The ranks still live."""
+        """Ends all offers and leases."""
         if self.reader is not None:
             self._scheduler.blocks.peers = None
             self.reader.close()

@@ -80,6 +80,7 @@ class KvReader:
         self._threads = ThreadPoolExecutor(MAX_OPENING, "kv-lease")
         self._silent_until: dict[str, float] = {}  # by the address of an owner that has not answered
         self._opened: list[_OpenTicket] = []
+        self._opening: set[Sequence] = set()  # sequences whose lease is being opened
         self._begun: list[_Job] = []  # their transfers begin with the next step
         self._jobs: dict[int, _Job] = {}  # by number
         self._last_number = 0
@@ -104,8 +105,12 @@ class KvReader:
             self._failed(seq, error.failure, str(error))
             return
         positions = {key: position for position, key in enumerate(keys)}
-        seq.num_lookups += 1
+        self._opening.add(seq)
         self._opened.append(_OpenTicket(seq, sealed, positions, self._threads.submit(self._open, sealed)))
+
+    def is_opening(self, seq: Sequence) -> bool:
+        """True if the owner of the sequence's ticket has not answered yet."""
+        return seq in self._opening
 
     def _open(self, sealed: bytes) -> Lease:
         """Runs in one of few threads. Requests that wait for a thread while an owner is silent don't wait for
@@ -150,7 +155,7 @@ class KvReader:
             if not self._keep(opened):
                 self._drop(opened)
 
-    def before_step(self) -> None:
+    def begin_fetches(self) -> None:
         """Begins the fetches of the plan that was just made. The steps and copies that may still use their
         blocks have been launched or are known to the device."""
         begun, self._begun = self._begun, []
@@ -166,7 +171,7 @@ class KvReader:
         if opened.lease is None:
             if not opened.opening.done():
                 return True
-            opened.seq.num_lookups -= 1
+            self._opening.remove(opened.seq)
             try:
                 opened.lease = opened.opening.result()
             except TransferError as error:

@@ -215,9 +215,9 @@ class CoreLoop:
             case TakeBackKv(ticket):
                 return core.take_back_kv(ticket)
             case LendWeights(name, borrower):
-                return core.weights.export(name, borrower)
+                return core.exports.export(name, borrower)
             case TakeBackWeights(borrower):
-                return core.weights.exports.end(borrower)
+                return core.exports.end(borrower)
             case _:
                 assert_never(command)
 
@@ -238,7 +238,7 @@ class CoreLoop:
             core = self.core.update_weights(source)
             if core is not self.core:
                 self.core = core
-                core.admission.prepare()
+                core.prepare_grammars()
                 self.outbox.put(Ready(_describe(core)))
         finally:
             gc.freeze()
@@ -299,7 +299,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
     files = files.overridden(config.hf_overrides)
     core = EngineCore(config, files, peer_weights=start.peer_weights)
-    core.admission.prepare()
+    core.prepare_grammars()
     # All objects of now stay. A full collection would scan them in the middle of a step.
     gc.freeze()
     return core, _describe(core)

@@ -1,6 +1,6 @@
 """`Grammars`: compiles grammars in the background (llguidance) and computes a step's bitmasks of allowed
-tokens. `GrammarAdmission` keeps a sequence waiting until its grammar is ready; engine/runner/sampling.py
-applies the masks.
+tokens. engine/grammar_admission.py keeps a sequence waiting until its grammar is ready;
+engine/runner/sampling.py applies the masks.
 
 A matcher knows a sequence's output tokens and nothing else of it, so it outlives preemption. A sequence under
 a grammar is in lockstep: its next mask needs its last token. What a grammar is: text/grammar/structured.py.
@@ -20,15 +20,12 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from shoal.api import FinishReason
-from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import GrammarRow, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import RequestError
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short
@@ -48,7 +45,6 @@ TOKEN_S = 0.02
 # Number of fast masks in a row after which a slow sequence returns to the steps; doubled each time the
 # sequence becomes slow again.
 FAST_AGAIN = 8
-WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may arrive meanwhile
 NICENESS = 10  # added to the thread that computes slow masks
 
 
@@ -325,48 +321,3 @@ def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
     bits = np.zeros(words * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-class GrammarAdmission:
-    """Compiles grammars in the background and releases each sequence when its grammar is ready."""
-
-    def __init__(self, grammars: Grammars, scheduler: Scheduler) -> None:
-        self._grammars, self._scheduler = grammars, scheduler
-        self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
-
-    def prepare(self) -> None:
-        """Loads what the first grammar needs. Otherwise the first request with a grammar would delay its
-        steps."""
-        self._grammars.prepare()
-
-    def hold(self, seq: Sequence, params: StructuredOutputsParams) -> None:
-        """Begins to compile the grammar. The scheduler does not admit the sequence before `release`."""
-        seq.waits_for_grammar = True
-        self._compiling.append((seq, self._grammars.start(params, seq.output_token_ids)))
-
-    def release(self) -> None:
-        """Releases the sequences whose grammar is ready, and ends the sequences whose grammar failed."""
-        for entry in [entry for entry in self._compiling if _is_settled(*entry)]:
-            self._compiling.remove(entry)
-            seq, future = entry
-            if seq.status is SequenceStatus.FINISHED:
-                future.cancel()
-            elif (error := future.exception()) is not None:
-                message = str(error) or repr(error)
-                self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
-            else:
-                seq.grammar, seq.waits_for_grammar = future.result(), False
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a grammar or a mask is being computed in the background."""
-        return bool(self._compiling or self._grammars.under_way)
-
-    def wait(self) -> None:
-        """Waits up to WAIT_S for any of these to end."""
-        futures: list[Future[Any]] = [future for _, future in self._compiling]
-        wait(futures + list(self._grammars.under_way), WAIT_S, FIRST_COMPLETED)
-
-
-def _is_settled(seq: Sequence, future: Future[Grammar]) -> bool:
-    return future.done() or seq.status is SequenceStatus.FINISHED

@@ -24,19 +24,15 @@ from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import Fetch, Gate, Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.stats import STEP_TOKENS, Stats
-
-if TYPE_CHECKING:
-    from shoal.kv.events.publisher import KvEvents
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, SequenceStatus.FINISHED
@@ -107,6 +103,9 @@ class Scheduler:
     target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
     tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;
     a step that the target shortens prefers one of them. queries: the most tokens of a decode in one step.
+
+    Parts of the engine (engine/step_part.py) attach themselves: to `gates`, where they may keep a sequence
+    waiting, and to `blocks`.
     """
 
     def __init__(
@@ -122,10 +121,12 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         target_itl_s: float | None = None,
         step_sizes: abc.Sequence[int] = (),
-        events: KvEvents | None = None,
         queries: int = 1,
     ) -> None:
-        self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching, events)
+        self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
+        self.gates: list[Gate] = []
+        # the measured costs of steps; without them the target has no effect
+        self.costs: StepCosts | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
@@ -221,14 +222,13 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, costs: StepCosts | None = None) -> StepPlan | None:
-        """Returns the next step, or None if nothing can run before an `update` or `add`. `costs`: the
-        measured costs of steps; without them the target has no effect."""
+    def schedule(self) -> StepPlan | None:
+        """Returns the next step, or None if nothing can run before an `update` or `add`."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
         num_tokens = self._schedule_decodes(decodes)
         if self.waiting or len(decodes) < len(self.running):
-            budget = self._prompt_budget(len(decodes), num_tokens, costs)
+            budget = self._prompt_budget(len(decodes), num_tokens)
             if self._prefetches:
                 self._start_continuations(chunks, budget)
             self._schedule_prompts(chunks, budget)
@@ -340,7 +340,7 @@ class Scheduler:
         stats = Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_deferred=sum(seq.waits_for_grammar or seq.num_lookups > 0 for seq in self.waiting),
+            num_deferred=sum(not self._may_start(seq) for seq in self.waiting),
             num_preemptions=self._num_preemptions,
             step_tokens=self._step_tokens,
             steps_by_tokens=list(self._steps_by_tokens),
@@ -450,7 +450,7 @@ class Scheduler:
         insort(self.waiting, seq, key=_turn)
         self._num_preemptions += 1
 
-    def _prompt_budget(self, num_decodes: int, num_tokens: int, costs: StepCosts | None) -> PromptBudget:
+    def _prompt_budget(self, num_decodes: int, num_tokens: int) -> PromptBudget:
         """Returns the budget of prompt tokens of a step with `num_decodes` decodes of `num_tokens` tokens
         together."""
         max_tokens, threshold = self._max_num_batched_tokens, self._long_prefill_token_threshold
@@ -459,6 +459,7 @@ class Scheduler:
             num_begun = sum(seq.status is PREFILL for seq in self.running)
             cap = policy.prompt_cap(max_tokens, threshold, num_begun + len(self.waiting))
         tokens = max_tokens - num_tokens
+        costs = self.costs
         if costs is None or self._target_itl_s is None:
             return PromptBudget(tokens, cap)
         # A decoding sequence may be left out of this step, because it waits for its grammar or for a token in
@@ -502,19 +503,14 @@ class Scheduler:
         """Starts waiting sequences in turn, while budget, rows and blocks last.
 
         A sequence starts when all its tokens have room, so that half-computed prompts don't preempt each
-        other. If a sequence doesn't fit, none after it is tried. A sequence is skipped only while it waits
-        for its grammar, for a lookup in a store or another worker, or for a prefix that another sequence is
-        computing.
+        other. If a sequence doesn't fit, none after it is tried. A sequence is skipped only while a gate
+        keeps it waiting, until its prefetch request holds its blocks, or while another sequence computes its
+        prefix.
         """
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
             seq = self.waiting[index]
-            if (
-                seq.waits_for_grammar
-                or seq.num_lookups
-                or seq.is_delayed
-                or seq.request.continues in self._prefetches
-            ):
+            if not self._may_start(seq) or seq.request.continues in self._prefetches:
                 index += 1
                 continue
             if seq.num_pending:
@@ -540,6 +536,13 @@ class Scheduler:
             else:
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
+    def _may_start(self, seq: Sequence) -> bool:
+        # A generator would take twice as long, and long queues are asked in each step.
+        for gate in self.gates:  # noqa: SIM110
+            if not gate.may_start(seq):
+                return False
+        return True
+
     def _start_continuations(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Starts requests in place of their prefetch requests, whose blocks have arrived. They have the same
         turn, and no other request can get the row and the blocks, which are enough."""
@@ -547,7 +550,7 @@ class Scheduler:
             prefetch = self._prefetches.get(seq.request.continues or "")
             if prefetch is None:
                 continue
-            if prefetch.status is not HOLDING or seq.waits_for_grammar or seq.num_lookups or seq.is_delayed:
+            if prefetch.status is not HOLDING or not self._may_start(seq):
                 continue
             # A continuation whose first token was lost has no token after the prefetch request's blocks.
             start = min(prefetch.num_computed, seq.num_tokens - 1)

@@ -105,7 +105,6 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None  # error text, if the finish reason is ERROR
     # The core writes these.
-    waits_for_grammar: bool = False  # it must not start yet, because its grammar is being compiled
     grammar: GrammarState | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it was added
@@ -113,9 +112,6 @@ class Sequence:
     completed_fetches: list[CompletedFetch] = field(
         default_factory=list
     )  # that have ended; their sources write them
-    # Number of lookups in flight (a store, other workers). The sequence may start when it is 0; each lookup
-    # increments and decrements it.
-    num_lookups: int = 0
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -192,13 +188,23 @@ class Source(Protocol):
         ...
 
 
-class Tiers(Source, Protocol):
-    """The tiers below the device: a source that is also notified of the sequences' blocks."""
+class Gate(Protocol):
+    """A part of the engine that may keep a sequence waiting (engine/step_part.py)."""
 
-    def registered(self, seq: Sequence, start: int, end: int) -> None:
-        """The sequence's blocks from `start` to `end` are findable now."""
+    def may_start(self, seq: Sequence) -> bool:
+        """Returns whether a waiting sequence may start. Asked any number of times, it changes nothing."""
         ...
 
-    def released(self, blocks: list[int]) -> None:
-        """A sequence has given these blocks back. Steps in flight may still use them."""
+
+class BlockWatcher(Protocol):
+    """A part of the engine that is notified of the sequences' blocks (engine/step_part.py)."""
+
+    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int]) -> None:
+        """The sequence's full blocks from the one at `start` on, which are `blocks`, are findable now. Blocks
+        whose content was findable already, in other blocks, are among them."""
+        ...
+
+    def released(self, blocks: abc.Sequence[int]) -> None:
+        """A sequence, a fetch or a reader has given these blocks back. Steps in flight may still use
+        them."""
         ...

@@ -14,15 +14,11 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter, abc
-from typing import TYPE_CHECKING
 
-from shoal.engine.scheduling.sequence import Fetch, Sequence, Source, Tiers
+from shoal.engine.scheduling.sequence import BlockWatcher, Fetch, Sequence, Source
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats
-
-if TYPE_CHECKING:
-    from shoal.kv.events.publisher import KvEvents
 
 NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of the prefix cache
 
@@ -35,19 +31,13 @@ class SequenceBlocks:
     `register_at`, `promised`, `fetch` and the counts of cached tokens, and no other field.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        events: KvEvents | None = None,
-    ) -> None:
-        self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
-        self.tiers: Tiers | None = None
+        self.watchers: list[BlockWatcher] = []
+        self.tiers: Source | None = None  # the tiers below the device
         self.peers: Source | None = None  # other workers that have blocks of prompts
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
-        self._events = events
         self._lent = Counter[int]()  # how often each block is held for readers in other workers
         # key of a block -> the newest fetch that will make it findable
         self._arriving: dict[bytes, Fetch] = {}
@@ -284,10 +274,7 @@ class SequenceBlocks:
         for fetch in self.fetches:
             fetch.findable = False
         self._arriving.clear()
-        idle = self.pool.reset()
-        if self._events is not None:
-            self._events.flush()  # the next step, which would do it, may be far away
-        return idle
+        return self.pool.reset()
 
     def fill_in(self, stats: Stats) -> None:
         """Adds the figures of the blocks to the scheduler's."""
@@ -347,29 +334,12 @@ class SequenceBlocks:
         findable already, in another block, stays with the sequence as a private copy."""
         for block, key in zip(blocks, seq.keys[start:]):
             self.pool.register(block, key)
-        if self.tiers is not None:
-            self.tiers.registered(seq, start, start + len(blocks))
-        if self._events is None:
-            return
-        # An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
-        # at `run`.
-        size, end, run = self.block_size, start + len(blocks), start
-        for i in range(start, end + 1):
-            if i < end and self.pool.key_of(blocks[i - start]) is not None:
-                continue
-            if run < i:
-                self._events.stored(
-                    seq.keys[run:i],
-                    seq.keys[run - 1] if run else None,
-                    seq.token_ids[run * size : i * size],
-                    seq.request.adapter,
-                    seq.request.cache_salt,
-                )
-            run = i + 1
+        for watcher in self.watchers:
+            watcher.registered(seq, start, blocks)
 
     def _release(self, blocks: abc.Sequence[int]) -> None:
-        """Releases references on these blocks. The tiers are notified before another sequence can get the
+        """Releases references on these blocks. The watchers are notified before another sequence can get the
         blocks."""
-        if self.tiers is not None:
-            self.tiers.released(list(blocks))
+        for watcher in self.watchers:
+            watcher.released(blocks)
         self.pool.release(blocks)

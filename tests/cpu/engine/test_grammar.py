@@ -16,6 +16,7 @@ from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine import core as core_module
+from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.process.core_main import _build
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
@@ -231,7 +232,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert outputs["syntax"].finish_reason is outputs["complex"].finish_reason is FinishReason.ERROR
     assert "regex" in outputs["syntax"].error and outputs["complex"].error
     assert outputs["fine"].finish_reason is FinishReason.STOP
-    assert not core.admission.is_busy
+    assert not core.parts.find(GrammarAdmission).is_busy
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,7 @@ def test_a_request_can_be_aborted_while_its_grammar_is_compiled(build):
     core.add(Request("gone", PROMPTS[1], structured(0, KINDS[2][0])))
     core.abort("gone")
     assert run(core)["gone"].finish_reason is FinishReason.ABORT
-    assert not core.admission.is_busy and not core.has_work
+    assert not core.parts.find(GrammarAdmission).is_busy and not core.has_work
 
 
 def test_bad_input_is_refused_before_anything_runs(build):

@@ -19,7 +19,6 @@ import pytest
 from shoal.api import FinishReason, Request
 from shoal.apps.serve import plan
 from shoal.config import EngineConfig, ServerConfig
-from shoal.engine import core as core_module
 from shoal.engine.core import EngineCore
 from shoal.engine.peers import reader as reader_module
 from shoal.engine.runner import rank_peers
@@ -710,7 +709,7 @@ def test_an_interrupt_while_blocks_travel_leaves_a_whole_core(build, trio, monke
         reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
         slow.wait_for(reader)
 
-        def interrupted(costs):
+        def interrupted():
             raise KeyboardInterrupt
 
         patch.setattr(reader.scheduler, "schedule", interrupted)
@@ -762,12 +761,6 @@ class FakeSource:
 
     def begin(self, fetch):
         self.begun.append(fetch)
-
-    def registered(self, seq, start, end):
-        pass
-
-    def released(self, blocks):
-        pass
 
 
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
@@ -967,13 +960,12 @@ def test_an_address_that_is_not_ours_is_refused(build):
         EngineCore(config, resolve(config.model, None, None))
 
 
-def test_a_start_that_fails_leaves_no_port(folder, monkeypatch):
+def test_a_start_that_fails_leaves_no_port(folder):
     def fails(*_):
-        raise ConfigError("the loop can't be had")
+        raise ConfigError("the part can't be had")
 
-    monkeypatch.setattr(core_module, "StepLoop", fails)
     config = EngineConfig(model=str(folder), device="cpu", kv_transfer_config={"kv_role": "kv_producer"})
     before = threading.enumerate()
-    with pytest.raises(ConfigError, match="the loop"):
-        EngineCore(config, resolve(config.model, None, None))
+    with pytest.raises(ConfigError, match="the part"):
+        EngineCore(config, resolve(config.model, None, None), more_parts=[fails])
     assert "kv-offers" not in [thread.name for thread in threading.enumerate() if thread not in before]

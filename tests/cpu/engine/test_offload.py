@@ -474,6 +474,7 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
     costs = Costs(2, 0.01, {"host": 0.05})
     offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
 
     def turn(conversation):
         """Returns how many of its 18 blocks come from host memory."""
@@ -510,6 +511,7 @@ class Small:
             scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
         )
         scheduler.blocks.pool.listeners.append(self.offloader)
+        scheduler.blocks.watchers.append(self.offloader)
 
     def begin(self, request_id, prompt):
         self.scheduler.add(Request(request_id, prompt, params()))
@@ -605,6 +607,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
         scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
     )
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
 
     def step(**prompts):
         for name, prompt in prompts.items():
@@ -652,6 +655,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
     scheduler.blocks.tiers = offloader
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
     for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
         scheduler.add(Request(request_id, prompt, params(skip_reading_prefix_cache=True)))
     offloader.poll()
@@ -685,6 +689,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
         scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock
     )
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
     scheduler.add(Request("a", list(range(13)), params()))
     offloader.poll()
     scheduler.schedule()
@@ -735,6 +740,7 @@ def test_a_block_that_waits_for_a_slow_disk_is_not_copied_out_again_nor_counted_
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
     offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
     for name, first in (("a", 0), ("b", 100)):
         scheduler.add(Request(name, list(range(first, first + 13)), params()))
         offloader.poll()
@@ -762,6 +768,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
     scheduler.blocks.tiers = offloader
     scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
     coldest = scheduler.blocks.pool.coldest
     scheduler.blocks.pool.coldest = lambda count: looks.append(now[0]) or coldest(count)
     scheduler.add(Request("a", list(range(21)), params()))

@@ -202,7 +202,6 @@ class TieredDevice(Device):
                 block_ids=list(seq.block_ids),
                 lockstep=seq.lockstep,
                 grammar=None,
-                waits_for_grammar=False,
                 request=seq.request,
             )
             entries.append(ScheduledSeq(frozen, entry.row, entry.start, entry.num_tokens, entry.samples))
@@ -272,6 +271,7 @@ class TieredTrace(Trace):
             clock=self.clock,
         )
         scheduler.blocks.tiers = self
+        scheduler.blocks.watchers.append(self)
         scheduler.blocks.pool.listeners.append(self.offloader)
 
     def clock(self):
@@ -300,8 +300,8 @@ class TieredTrace(Trace):
         self.device.began[fetch.seq, fetch.seq.num_admissions] = self.device.epoch
         self.offloader.begin(fetch)
 
-    def registered(self, seq, start, end):
-        self.offloader.registered(seq, start, end)
+    def registered(self, seq, start, blocks):
+        self.offloader.registered(seq, start, blocks)
 
     def released(self, blocks):
         self.offloader.released(blocks)

@@ -93,12 +93,6 @@ class SlowSource:
     def begin(self, fetch) -> None:
         self.under_way.append([self.r.randrange(1, 6), fetch])
 
-    def registered(self, seq, start: int, end: int) -> None:
-        pass
-
-    def released(self, blocks) -> None:
-        pass
-
     def step(self, scheduler: Scheduler) -> None:
         for one in list(self.under_way):
             one[0] -= 1
@@ -117,6 +111,7 @@ def schedule_of(name: str) -> list[str]:
     """Returns the digest of every step of a load. A token is a function of its position and request."""
     changes = SCHEDULES[name]
     scheduler = Scheduler(**options_of(changes))
+    scheduler.costs = COSTS
     sources = [SlowSource(number) for number in range(changes.get("fetches", 0))]
     if sources:
         scheduler.blocks.tiers = sources[0]
@@ -129,7 +124,7 @@ def schedule_of(name: str) -> list[str]:
             scheduler.add(arrivals.popleft()[1])
         for source in sources:
             source.step(scheduler)
-        plan = scheduler.schedule(COSTS)
+        plan = scheduler.schedule()
         if plan is not None:
             steps.append(digest(plan))
             in_flight.append(plan)

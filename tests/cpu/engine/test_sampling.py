@@ -113,4 +113,4 @@ def test_no_more_steps_are_in_flight_than_there_are_buffers(asynchronous, monkey
     monkeypatch.setattr(step_loop, "RING", 1)
     config = types.SimpleNamespace(block_size=4, async_scheduling=asynchronous)
     with pytest.raises(AssertionError, match="overwritten"):
-        StepLoop(config, *[None] * 9)
+        StepLoop(config, *[None] * 4)

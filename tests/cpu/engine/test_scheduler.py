@@ -1,5 +1,7 @@
 """The scheduler: budgets and chunks, admission and preemption, stopping, shared prefixes, steps in flight."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from shoal.api import FinishReason, Request
@@ -126,7 +128,8 @@ def test_those_who_wait_for_more_than_room_are_told_apart():
     for name in ("a", "b", "c"):
         s.add(request(name, 4))
     step(s)
-    s.waiting[0].waits_for_grammar = True  # its grammar is being compiled
+    compiling = s.waiting[0]  # its grammar
+    s.gates.append(SimpleNamespace(may_start=lambda seq: seq is not compiling))
     assert (s.stats().num_waiting, s.stats().num_deferred) == (2, 1)
 
 

@@ -136,7 +136,6 @@ class Device:
                 assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, (
                     "a grammar that is not where its sequence is"
                 )
-            assert not seq.waits_for_grammar
             end = len(row.history.hashes)
             slots = [seq.block_ids[p // size] * size + p % size for p in range(start + entry.num_tokens)]
             for p in range(start, start + entry.num_tokens):
@@ -225,6 +224,7 @@ class Trace:
         self.costs = StepCosts(
             *(pace.choice((0.01, 0.1, 1.0)) for _ in range(3)), pace.choice((0, 0.01, 0.1))
         )
+        self.scheduler.costs, self.scheduler.gates = self.costs, [self]
         self.device = Device(num_blocks, self.block_size)
         self.in_flight: deque[tuple[StepPlan, list[list[int]]]] = deque()
         self.max_depth = r.choice((0, 1, 1, 2, 3))
@@ -294,11 +294,13 @@ class Trace:
         self.outputs[request.request_id] = list(request.output_token_ids)
         seq = self.scheduler.add(request)
         if request.params.structured_outputs is not None:
-            seq.waits_for_grammar = True
             self.held.append(seq)
 
+    def may_start(self, seq) -> bool:
+        return seq not in self.held and not seq.is_delayed
+
     def step(self) -> None:
-        plan = self.scheduler.schedule(self.costs)
+        plan = self.scheduler.schedule()
         if plan is None:
             assert self.in_flight or self.waits or not self.scheduler.has_work, "work, and nothing runs"
         else:
@@ -309,6 +311,7 @@ class Trace:
             )
             if self.target is not None:
                 self.check_target(plan)
+            assert not any(entry.seq in self.held for entry in plan.scheduled)
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
             self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
             self.in_flight.append((plan, self.launch(plan)))
@@ -354,7 +357,7 @@ class Trace:
         for seq in list(self.held):
             if self.r.random() < 0.4:
                 self.held.remove(seq)
-                seq.grammar, seq.waits_for_grammar = ToyGrammar(), False
+                seq.grammar = ToyGrammar()
 
     def see(self, plan: StepPlan, tokens: list[list[int]]) -> None:
         results = self.scheduler.update(plan, tokens)

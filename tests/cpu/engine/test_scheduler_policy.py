@@ -109,30 +109,34 @@ def test_chunks_fill_a_captured_step():
 
 def test_the_target_holds_only_beside_decodes():
     s = make(num_blocks=500, max_num_batched_tokens=400, max_model_len=800, target_itl_s=0.03)
+    s.costs = COSTS
     s.add(request("a", 300))
-    plan = s.schedule(COSTS)
+    plan = s.schedule()
     assert summary(plan) == [("a", 0, 300)]
     s.update(plan, [[7]])
     s.add(request("b", 300))
-    assert summary(s.schedule(COSTS)) == [("a", 300, 1), ("b", 0, 16)]
+    assert summary(s.schedule()) == [("a", 300, 1), ("b", 0, 16)]
+    s.costs = None
     assert summary(s.schedule()) == [("a", 301, 1), ("b", 16, 284)], "nobody has measured anything"
 
 
 def test_a_decode_that_must_wait_for_its_token_is_not_delayed_by_a_long_step():
     s = make(num_blocks=500, max_num_batched_tokens=400, max_model_len=800, target_itl_s=0.03)
+    s.costs = COSTS
     s.add(request("lockstep", 5, bad_word_ids=((3, 4),)))
-    s.schedule(COSTS)
+    s.schedule()
     s.add(request("b", 300))
-    assert summary(s.schedule(COSTS)) == [("b", 0, 16)]
+    assert summary(s.schedule()) == [("b", 0, 16)]
 
 
 def test_a_waiting_prompt_starts_only_when_the_step_has_time_for_it():
     s = make(num_blocks=500, max_num_batched_tokens=400, max_model_len=800, target_itl_s=0.04)
+    s.costs = COSTS
     s.add(request("a", 5))
     step(s)
     for name in ("b", "c", "d"):
         s.add(request(name, 12))
-    plan = s.schedule(COSTS)  # 28 ms: b and c take 13 each
+    plan = s.schedule()  # 28 ms: b and c take 13 each
     assert summary(plan) == [("a", 5, 1), ("b", 0, 12), ("c", 0, 12)] and len(s.waiting) == 1
     s.check()
 

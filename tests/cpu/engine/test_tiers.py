@@ -17,6 +17,7 @@ from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.step_part import Parts
 from shoal.errors import ConfigError
 from shoal.files.io_threads import done
 from shoal.kv.tiers.block_file import BlockMeta
@@ -147,7 +148,9 @@ def open_tiers(measured=((0.001, 0.0001),), tiers=None, events=None, **options):
     scheduler = Scheduler(
         num_blocks=32, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256
     )
-    return KvTiers(config, ranks, scheduler, events), ranks, scheduler
+    tiers = KvTiers(config, ranks, scheduler, events)
+    Parts(scheduler).add(tiers)
+    return tiers, ranks, scheduler
 
 
 def request(name="a", **options):
@@ -155,7 +158,9 @@ def request(name="a", **options):
 
 
 def stats_of(tiers):
-    return tiers.fill_in(Stats())
+    stats = Stats()
+    tiers.fill_in(stats)
+    return stats
 
 
 def test_costs_are_measured_before_anything_else_runs_on_the_device():
@@ -199,13 +204,13 @@ def test_a_prompt_waits_for_tiers_that_must_be_asked_and_for_no_others():
     quick, slow = FakeTier(), FakeTier(must_be_asked=True)
     tiers, _, scheduler = open_tiers(tiers={"disk": quick, "store": slow})
     seq = scheduler.add(request())
-    tiers.ask(seq)
-    assert seq.num_lookups and len(slow.asked) == 1 and not quick.asked
+    tiers.added(seq)
+    assert not tiers.may_start(seq) and len(slow.asked) == 1 and not quick.asked
     tiers.before_schedule()
     assert scheduler.schedule() is None, "no answer yet"
     slow.asked[0].set_result(0)
     tiers.before_schedule()
-    assert not seq.num_lookups and scheduler.schedule() is not None
+    assert tiers.may_start(seq) and scheduler.schedule() is not None
 
 
 @pytest.mark.parametrize("options", [dict(prompt_logprobs=1), dict(skip_reading_prefix_cache=True)], ids=str)
@@ -213,15 +218,15 @@ def test_a_prompt_that_is_computed_in_any_case_waits_for_no_tier(options):
     slow = FakeTier(must_be_asked=True)
     tiers, _, scheduler = open_tiers(tiers={"store": slow})
     seq = scheduler.add(request(**options))
-    tiers.ask(seq)
-    assert not seq.num_lookups and not slow.asked
+    tiers.added(seq)
+    assert tiers.may_start(seq) and not slow.asked
 
 
 def test_new_weights_close_the_tiers_at_once_and_open_those_of_the_new_content_before_the_next_step():
     tiers, ranks, _ = open_tiers(events=(listener := Listener()))
     ranks.asked.clear()
-    tiers.weights_changed()
-    tiers.weights_changed()
+    tiers.weights_change()
+    tiers.weights_change()
     assert ranks.commands() == [commands.KV_CLOSE_TIERS] and not ranks.runner.kv.tiers
     assert listener.told == [("cleared", STORAGE)]
     tiers.before_schedule()
@@ -233,7 +238,7 @@ def test_new_weights_close_the_tiers_at_once_and_open_those_of_the_new_content_b
 def test_an_engine_goes_on_without_tiers_that_cannot_be_opened_for_new_weights(caplog):
     tiers, ranks, scheduler = open_tiers()
     ranks.error = ConfigError("the folder is gone")
-    tiers.weights_changed()
+    tiers.weights_change()
     tiers.before_schedule()
     assert "no longer kept" in caplog.text and not ranks.runner.kv.tiers
     scheduler.add(request())
@@ -244,7 +249,7 @@ def test_an_engine_goes_on_without_tiers_that_cannot_be_opened_for_new_weights(c
 def test_a_reset_reaches_every_tier():
     tiers, ranks, _ = open_tiers(tiers={"disk": FakeTier(), "store": FakeTier()})
     ranks.asked.clear()
-    tiers.reset()
+    tiers.after_reset()
     assert ranks.asked == [(commands.KV_FORGET, "disk", None), (commands.KV_FORGET, "store", None)]
 
 
@@ -265,21 +270,19 @@ def test_listeners_hear_what_the_host_and_the_tiers_below_have_stored_and_remove
     ]
 
 
-def test_a_step_with_a_long_prompt_tells_how_quickly_prompts_are_computed(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("shoal.engine.offload.tiers.time.monotonic", lambda: now[0])
+def test_a_step_with_a_long_prompt_tells_how_quickly_prompts_are_computed():
     tiers, _, scheduler = open_tiers()
     scheduler.add(request())
     for _ in range(3):
-        now[0] += 0.5
         plan = SimpleNamespace(num_tokens=64, num_decodes=0)
-        tiers.before_step(launches=True)
-        tiers.completed(plan, launched_at=now[0] - 0.064)
+        tiers.after_schedule(plan)
+        tiers.completed(plan, seconds=0.064)
     assert stats_of(tiers).kv_compute_seconds_per_block == pytest.approx(16 * 0.001)
     before = stats_of(tiers).kv_compute_seconds_per_block
     for _ in range(9):
-        tiers.before_step(launches=True)
-        tiers.completed(SimpleNamespace(num_tokens=4, num_decodes=4), launched_at=now[0] - 50.0)
+        plan = SimpleNamespace(num_tokens=4, num_decodes=4)
+        tiers.after_schedule(plan)
+        tiers.completed(plan, seconds=50.0)
     assert stats_of(tiers).kv_compute_seconds_per_block == before, "decodes say nothing about prompts"
 
 

@@ -45,7 +45,7 @@ def said(caplog):
 
 
 def lend(llm, folder, borrower="b"):
-    return llm.core.weights.export(tensors_fingerprint(resolve(str(folder))), borrower)
+    return llm.core.exports.export(tensors_fingerprint(resolve(str(folder))), borrower)
 
 
 def begin(folder, data, **options):
@@ -97,7 +97,7 @@ def test_weights_whose_numbers_decide_how_they_lie_are_not_lent(kind, tmp_path, 
     layout = weight_exports.layout_of
     with LLM(str(path), skip_tokenizer_init=True, **OPTIONS) as owner:
         with pytest.raises(UnavailableError, match="depends on their values"):
-            owner.core.weights.export(b"any", "b")
+            owner.core.exports.export(b"any", "b")
         data = rank_export.encode(WeightsExport(layout(owner.config), [b""]))
         assert begin(path, data, skip_tokenizer_init=True) == owner.core.check_weights()
     assert "depends on their values" in said()
@@ -164,7 +164,7 @@ def test_numbers_that_changed_meanwhile_are_found_out_and_files_are_read(owner, 
 @pytest.mark.parametrize("end", ["taken back", "new weights", "too old"])
 def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, monkeypatch, end):
     only("shared memory", monkeypatch)
-    data, exports = lend(owner, folder), owner.core.weights.exports
+    data, exports = lend(owner, folder), owner.core.exports
     if end == "taken back":
         lend(owner, folder, "another")
         exports.end("b")

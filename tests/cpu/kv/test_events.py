@@ -16,7 +16,9 @@ from shoal import kv_events as kv_events
 from shoal import wire
 from shoal.api import Request
 from shoal.config import EngineConfig, KVEventsConfig
+from shoal.engine.block_events import BlockEvents
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.step_part import Parts
 from shoal.errors import ConfigError, UnavailableError
 from shoal.hashing import block_name, extend_keys, root_key
 from shoal.kv.events.endpoints import with_rank
@@ -196,8 +198,8 @@ def test_events_of_any_load_match_the_pool(seed):
         max_num_seqs=4,
         max_num_batched_tokens=r.choice((5, 16, 64)),
         max_model_len=60,
-        events=events,
     )
+    Parts(scheduler).add(BlockEvents(events, scheduler.blocks))
     view, in_flight, prompts = View(SIZE), [], [[]]
     for i in range(400):
         if r.random() < 0.3 and len(scheduler.waiting) < 6:
@@ -239,13 +241,9 @@ def test_events_of_any_load_match_the_pool(seed):
 def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
     events = KvEvents(QUIET, SIZE)
     scheduler = Scheduler(
-        num_blocks=8,
-        block_size=SIZE,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=32,
-        events=events,
+        num_blocks=8, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32
     )
+    Parts(scheduler).add(BlockEvents(events, scheduler.blocks))
     for name in "ab":
         scheduler.add(
             Request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2, ignore_eos=True))

@@ -1,0 +1,67 @@
+"""`GrammarAdmission`: the part of an engine that has grammars compiled, keeps a sequence waiting until its
+grammar and mask are ready, and gives steps their masks. scheduling/grammar.py computes both."""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from shoal.api import FinishReason
+from shoal.engine.runner.batch import SamplerOptions
+from shoal.engine.scheduling.grammar import Grammar, Grammars
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.step_part import StepPart
+
+WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may arrive meanwhile
+
+
+class GrammarAdmission(StepPart):
+    def __init__(self, grammars: Grammars, scheduler: Scheduler) -> None:
+        self._grammars, self._scheduler = grammars, scheduler
+        self._compiling: dict[Sequence, Future[Grammar]] = {}
+
+    def prepare(self) -> None:
+        """Loads what the first grammar needs. Otherwise the first request with a grammar would delay its
+        steps."""
+        self._grammars.prepare()
+
+    def added(self, seq: Sequence) -> None:
+        params = seq.request.params.structured_outputs
+        if params is not None:
+            self._compiling[seq] = self._grammars.start(params, seq.output_token_ids)
+
+    def may_start(self, seq: Sequence) -> bool:
+        return seq not in self._compiling and not seq.is_delayed
+
+    def before_schedule(self) -> None:
+        """Releases the sequences whose grammar is ready, and ends the sequences whose grammar failed."""
+        for seq, future in list(self._compiling.items()):
+            if seq.status is SequenceStatus.FINISHED:
+                future.cancel()
+            elif not future.done():
+                continue
+            elif (error := future.exception()) is not None:
+                message = str(error) or repr(error)
+                self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
+            else:
+                seq.grammar = future.result()
+            del self._compiling[seq]
+
+    def before_launch(self, options: SamplerOptions) -> None:
+        if options.grammars:
+            options.masks = self._grammars.masks(options.grammars)
+
+    def after_step(self, waits: bool) -> None:
+        if waits and self.is_busy:
+            self.wait()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a grammar or a mask is being computed in the background."""
+        return bool(self._compiling or self._grammars.under_way)
+
+    def wait(self) -> None:
+        """Waits up to WAIT_S for any of these to end."""
+        futures: list[Future[Any]] = [*self._compiling.values(), *self._grammars.under_way]
+        wait(futures, WAIT_S, FIRST_COMPLETED)
