@@ -1,4 +1,5 @@
-"""ModelConfig: a description of a model, independent of the file that it was read from.
+"""ModelConfig: a description of a model and of each of its layers, independent of the file that it was read
+from.
 
 models/config_json.py and models/config_gguf.py build it from a config.json and from a GGUF file's metadata.
 No torch. models/rope.py computes with the numbers of rope.
@@ -6,7 +7,8 @@ No torch. models/rope.py computes with the numbers of rope.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 ROPE_THETA = 10000.0
 
@@ -43,49 +45,15 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and flags of a model. Sizes are for the whole model, not for one rank."""
+class AttentionKind:
+    """The attention of a layer. Numbers of heads are for the whole model, not for one rank."""
 
-    architecture: str  # the name of an architecture in models/registry.py
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
+    scale: float  # the factor of q k^T before the softmax
     rope: RopeConfig
-    # for each layer, the number of positions that a token attends to, with itself; None: all before it
-    windows: tuple[int | None, ...]
-    tie_word_embeddings: bool = False
-    has_head: bool = True  # False: the files have no output head, so the model only embeds
-    qk_norm: bool = False  # norm of each head of q and k before the rotation
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    embedding_multiplier: float = 1.0  # factor of embeddings
-    attention_multiplier: float | None = None  # factor of q k^T; None: 1 / sqrt(head_dim)
-    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
-    logits_scaling: float = 1.0  # divisor of logits
-    num_experts: int = 0  # 0: every layer is dense
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    quantization: Quantization | None = (
-        None  # for a Hugging Face checkpoint; a GGUF file has a type for each tensor
-    )
-
-    @property
-    def attention_scale(self) -> float:
-        """Returns the factor of q k^T before the softmax."""
-        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+    window: int | None = None  # how many positions a token sees, with its own; None: all before it
 
     def kv_head_replicas(self, tp_size: int) -> int:
         """Returns the number of ranks with the same kv head; above 1 if there are more ranks than kv
@@ -95,11 +63,69 @@ class ModelConfig:
     def kv_heads_per_rank(self, tp_size: int) -> int:
         return self.num_kv_heads * self.kv_head_replicas(tp_size) // tp_size
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """True if a layer is a mixture of experts. Layers with the same value have tensors of the same
-        shapes."""
-        return (
-            self.num_experts > 0
-            and layer not in self.mlp_only_layers
-            and (layer + 1) % self.decoder_sparse_step == 0
-        )
+
+@dataclass(frozen=True, slots=True)
+class ExpertsKind:
+    """A mixture of experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # each expert's
+    norm_topk_prob: bool  # the weights of a token's experts sum to 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A description of a layer: everything in which the layers of a model differ. Layers of equal kinds have
+    tensors of the same shapes and launch the same kernels."""
+
+    mixer: AttentionKind  # a layer with a recurrent state has another kind of mixer here
+    experts: ExpertsKind | None = None  # None: a dense MLP of ModelConfig.intermediate_size
+
+    def with_attention(self, **changes: Any) -> LayerKind:
+        return replace(self, mixer=replace(self.mixer, **changes))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and flags of a model. Sizes are for the whole model, not for one rank."""
+
+    architecture: str  # the name of an architecture in models/registry.py
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # that dense MLPs have
+    max_position_embeddings: int
+    rms_norm_eps: float
+    layers: tuple[LayerKind, ...]
+    tie_word_embeddings: bool = False
+    has_head: bool = True  # False: the files have no output head, so the model only embeds
+    qk_norm: bool = False  # norm of each head of q and k before the rotation
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0  # factor of embeddings
+    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
+    logits_scaling: float = 1.0  # divisor of logits
+    dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    # for a Hugging Face checkpoint; a GGUF file has a type for each tensor
+    quantization: Quantization | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The attention of the first layer. All layers of the supported models have its heads."""
+        return self.layers[0].mixer
+
+    @property
+    def experts(self) -> ExpertsKind | None:
+        """The experts of the layers that have some. None: all layers are dense."""
+        return next((kind.experts for kind in self.layers if kind.experts is not None), None)
+
+    def with_attention(self, **changes: Any) -> ModelConfig:
+        """Returns the config with these changes of every layer's attention."""
+        return replace(self, layers=tuple(kind.with_attention(**changes) for kind in self.layers))

@@ -52,25 +52,29 @@ class Floor:
         self, model: ModelConfig, ceilings: Ceilings, weight_bytes: int | None = None, kv_bytes: int = 2
     ) -> None:
         self.ceilings = ceilings
-        dense, expert = 0, 0
-        for layer in range(model.num_layers):
-            dense += model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-            if model.is_moe_layer(layer):
-                expert += 3 * model.hidden_size * model.moe_intermediate_size
-                dense += model.hidden_size * model.num_experts
-            else:
+        dense = expert = kv_numbers = 0
+        self._per_pair = 0  # floating-point operations for a query and one key that it sees
+        for kind in model.layers:
+            attention, experts = kind.mixer, kind.experts
+            heads, head_dim, kv_heads = attention.num_heads, attention.head_dim, attention.num_kv_heads
+            dense += model.hidden_size * head_dim * 2 * (heads + kv_heads)
+            kv_numbers += 2 * kv_heads * head_dim
+            self._per_pair += 4 * heads * head_dim
+            if experts is None:
                 dense += 3 * model.hidden_size * model.intermediate_size
+            else:
+                expert += 3 * model.hidden_size * experts.intermediate_size
+                dense += model.hidden_size * experts.num_experts
         self._head = model.hidden_size * model.vocab_size
-        self._num_experts, self._chosen = model.num_experts, model.num_experts_per_tok
+        self._num_experts = self._chosen = 0
+        if model.experts is not None:
+            self._num_experts, self._chosen = model.experts.num_experts, model.experts.num_experts_per_tok
         # Floating-point operations for a token, without the head.
         self._per_token = 2 * (dense + self._chosen * expert)
         all_weights = dense + self._num_experts * expert + self._head
         each = 2.0 if weight_bytes is None else weight_bytes / all_weights
         self._dense_bytes, self._expert_bytes = (dense + self._head) * each, self._num_experts * expert * each
-        # Bytes of a token in the cache.
-        self._kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes
-        # Floating-point operations for a query and one key that it sees.
-        self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
+        self._kv_bytes = kv_numbers * kv_bytes  # for each token in the cache
 
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
         """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits

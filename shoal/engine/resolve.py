@@ -171,7 +171,9 @@ def _check_memory(
     else:
         weights = num_weights(model) * itemsize
     weights //= ranks if gpu else 1  # on the CPU ranks share the memory
-    tables = torch.int32.itemsize * (config.max_model_len * model.head_dim + config.max_num_seqs * blocks)
+    ropes = {(kind.mixer.rope, kind.mixer.head_dim) for kind in model.layers}
+    angles = config.max_model_len * sum(head_dim for _, head_dim in ropes)
+    tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks)
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
         raise ConfigError(
@@ -205,7 +207,7 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
 def _longest(model: ModelConfig) -> int:
     """Returns how many positions the model is good for. Scaled rope reaches beyond max_position_embeddings;
     the rule is vLLM's."""
-    rope, trained = model.rope, model.max_position_embeddings
+    rope, trained = model.attention.rope, model.max_position_embeddings
     scaled = {"yarn": rope.original_max_position_embeddings * rope.factor, "linear": trained * rope.factor}
     return max(trained, int(scaled.get(rope.kind, trained)))
 

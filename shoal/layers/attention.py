@@ -14,16 +14,13 @@ from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 
 
-def attention_shape(config: ModelConfig, tp_size: int) -> AttentionShape:
-    """The heads of the layers on each rank."""
+def attention_shape(kind: AttentionKind, tp_size: int) -> AttentionShape:
+    """The heads of a layer on each rank."""
     return AttentionShape(
-        config.num_heads // tp_size,
-        config.kv_heads_per_rank(tp_size),
-        config.head_dim,
-        config.attention_scale,
+        kind.num_heads // tp_size, kind.kv_heads_per_rank(tp_size), kind.head_dim, kind.scale
     )
 
 
@@ -32,19 +29,15 @@ class Attention(nn.Module):
     hidden."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
+        self, config: ModelConfig, kind: AttentionKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        self.ops, self.eps, self.shape = ops, config.rms_norm_eps, attention_shape(config, tp.size)
-        self.backend, n = backends[self.shape], config.head_dim
-        replicas = config.kv_head_replicas(tp.size)
+        self.ops, self.eps, self.shape = ops, config.rms_norm_eps, attention_shape(kind, tp.size)
+        self.backend, n = backends[self.shape], kind.head_dim
+        replicas = kind.kv_head_replicas(tp.size)
         self.qkv_proj = Linear(
             config.hidden_size,
-            {
-                "q_proj": config.num_heads * n,
-                "k_proj": config.num_kv_heads * n,
-                "v_proj": config.num_kv_heads * n,
-            },
+            {"q_proj": kind.num_heads * n, "k_proj": kind.num_kv_heads * n, "v_proj": kind.num_kv_heads * n},
             tp,
             ops,
             split="columns",
@@ -52,7 +45,7 @@ class Attention(nn.Module):
             replicas=(1, replicas, replicas),
         )
         self.o_proj = Linear(
-            config.num_heads * n,
+            kind.num_heads * n,
             {"o_proj": config.hidden_size},
             tp,
             ops,

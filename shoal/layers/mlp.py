@@ -23,7 +23,7 @@ from shoal.layers.matrix import MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PackedWeight, check_stack
-from shoal.model_config import ModelConfig
+from shoal.model_config import ExpertsKind, ModelConfig
 
 if TYPE_CHECKING:  # It needs Triton.
     from shoal.kernels.moe.packed_moe import PackedExperts
@@ -107,10 +107,9 @@ class ExpertGroup(nn.Module):
     ranks."""
 
     def __init__(
-        self, experts: range, config: ModelConfig, tp: TensorParallel, ops: Ops, stacked: bool
+        self, experts: range, hidden: int, size: int, tp: TensorParallel, ops: Ops, stacked: bool
     ) -> None:
         super().__init__()
-        hidden, size = config.hidden_size, config.moe_intermediate_size
         self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), (size, hidden), tp, ops, stacked)
         self.w2 = ExpertMatrix(experts, ("down_proj",), (hidden, size), tp, ops, stacked)
 
@@ -119,30 +118,26 @@ class Experts(nn.Module):
     """All experts of a layer. They are one group, whose matrices one kernel multiplies, until `divide`
     splits it."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
+    def __init__(self, hidden_size: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.config, self.tp, self.ops, self.stacked = config, tp, ops, True
-        self.groups = nn.ModuleList([ExpertGroup(range(config.num_experts), config, tp, ops, True)])
+        self.kind, self.ops, self.stacked = kind, ops, True
+        self.build = partial(ExpertGroup, hidden=hidden_size, size=kind.intermediate_size, tp=tp, ops=ops)
+        self.groups = nn.ModuleList([self.build(range(kind.num_experts), stacked=True)])
 
     def divide(self) -> None:
         """Makes each expert a group of its own. They are run one after the other: a CPU has no kernel for
         packed matrices of several."""
         self.stacked = False
         self.groups = nn.ModuleList(
-            ExpertGroup(range(e, e + 1), self.config, self.tp, self.ops, False)
-            for e in range(self.config.num_experts)
+            self.build(range(e, e + 1), stacked=False) for e in range(self.kind.num_experts)
         )
 
     def mix(
-        self,
-        x_TD: torch.Tensor,
-        router_logits_TE: torch.Tensor,
-        top_k: int,
-        norm_topk_prob: bool,
-        residual_TD: torch.Tensor | None,
+        self, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sum of each token's `top_k` best experts, by router weight. It is added to the residual in
-        place, if there is one."""
+        """The sum of each token's best experts, by router weight. It is added to the residual in place, if
+        there is one."""
+        top_k, norm_topk_prob = self.kind.num_experts_per_tok, self.kind.norm_topk_prob
         if not self.stacked:
             return mix_experts(x_TD, router_logits_TE, self._run_expert, top_k, norm_topk_prob, residual_TD)
         w13, w2 = self._group(0).w13.stack(), self._group(0).w2.stack()
@@ -157,22 +152,18 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A softmax router picks the best `top_k` experts of each token; their outputs are summed by its
-    weights."""
+    """A softmax router picks the best experts of each token; their outputs are summed by its weights."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
         assert config.residual_multiplier == 1.0, "the experts' kernel adds to the residual as it is"
         self.tp = tp
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = Linear(config.hidden_size, {"gate": config.num_experts}, tp, ops, split=None)
-        self.experts = Experts(config, tp, ops)
+        self.gate = Linear(config.hidden_size, {"gate": kind.num_experts}, tp, ops, split=None)
+        self.experts = Experts(config.hidden_size, kind, tp, ops)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         normed_TD, alone = norm.add(x_TD, residual_TD), self.tp.size == 1
-        out_TD = self.experts.mix(
-            normed_TD, self.gate(normed_TD), self.top_k, self.norm_topk_prob, residual_TD if alone else None
-        )
+        out_TD = self.experts.mix(normed_TD, self.gate(normed_TD), residual_TD if alone else None)
         return None if alone else out_TD, residual_TD

@@ -93,7 +93,6 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(v for v in values if v is not None and v >= 0)
 
 
-def sliding_window(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """ModelConfig.windows where sliding_window, if set, holds for every layer."""
-    window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
-    return (window,) * num_layers
+def sliding_window(fields: ConfigFields) -> int | None:
+    """The window of layers that have one. None: they have none either."""
+    return None if fields.get("sliding_window") is None else fields.count("sliding_window")

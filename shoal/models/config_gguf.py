@@ -78,19 +78,16 @@ def config_from_gguf(
         "eos_token_id": _gguf_eos(metadata, where),
     }
     parsed = config_from_json(config, where)
-    rope = parsed.rope
+    rope, head_dim = parsed.attention.rope, parsed.attention.head_dim
     if rope_factors:
-        if len(rope_factors) != parsed.head_dim // 2:
+        if len(rope_factors) != head_dim // 2:
             raise CheckpointError(
-                f"{where}: {len(rope_factors)} rope factors for head_dim {parsed.head_dim}; it needs "
-                "half as many"
+                f"{where}: {len(rope_factors)} rope factors for head_dim {head_dim}; it needs half as many"
             )
         rope = RopeConfig(rope.theta, "factors", factors=rope_factors)
     window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
     return replace(
-        parsed,
-        rope=rope,
-        windows=(window,) * parsed.num_layers,
+        parsed.with_attention(rope=rope, window=window),
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,

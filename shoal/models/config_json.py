@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ROPE_THETA, ModelConfig, RopeConfig
+from shoal.model_config import ROPE_THETA, AttentionKind, LayerKind, ModelConfig, RopeConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.registry import read_quantization
@@ -43,19 +43,17 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
     num_layers, max_position = fields.count("num_hidden_layers"), fields.count("max_position_embeddings")
+    attention = AttentionKind(
+        num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=_rope(fields, max_position)
+    )
     shared = ModelConfig(
         architecture=architecture.name,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, max_position),
-        windows=(None,) * num_layers,
+        layers=(LayerKind(attention),) * num_layers,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),

@@ -24,7 +24,7 @@ from shoal.layers.matrix import Holding, MatrixLayer
 from shoal.layers.mlp import Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.layer import build_layer
 from shoal.models.layouts.layout import made_up
 from shoal.models.layouts.registry import BY_NAME
@@ -35,27 +35,29 @@ AfterLayer = Callable[[int], None]  # takes the index of a layer
 
 def check_parallel(config: ModelConfig, size: int) -> None:
     """Raises ConfigError if the model can't be divided over `size` ranks."""
-    widths = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
-    if config.num_experts:
-        widths["moe_intermediate_size"] = config.moe_intermediate_size
-    for name, width in widths.items():
-        if width % size:
+    for kind in dict.fromkeys(config.layers):
+        experts, attention = kind.experts, kind.mixer
+        widths = {"num_attention_heads": attention.num_heads, "intermediate_size": config.intermediate_size}
+        if experts is not None:
+            widths["moe_intermediate_size"] = experts.intermediate_size
+        for name, width in widths.items():
+            if width % size:
+                raise ConfigError(
+                    f"tensor_parallel_size {size} does not divide {name} {width}; choose a divisor of it"
+                )
+        if attention.num_kv_heads % size and size % attention.num_kv_heads:
             raise ConfigError(
-                f"tensor_parallel_size {size} does not divide {name} {width}; choose a divisor of it"
+                f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads "
+                f"{attention.num_kv_heads}"
             )
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
         raise ConfigError(
             f"tensor_parallel_size {size} leaves a rank without any of vocab_size {config.vocab_size} "
             "tokens; lower it"
         )
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads "
-            f"{config.num_kv_heads}"
-        )
 
 
-def one_of_each(kinds: Sequence[Hashable]) -> list[int]:
+def rehearsed_layers(kinds: Sequence[Hashable]) -> list[int]:
     """Returns the first layer of each kind and the last layer. Layer 0 has no sum before its norm, and the
     last one ends with selected tokens, so both launch kernels of their own."""
     first: dict[Hashable, int] = {}
@@ -67,8 +69,8 @@ def one_of_each(kinds: Sequence[Hashable]) -> list[int]:
 class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
-    It is built under the device and the default dtype of the engine. `max_position` sizes the rope table; 0
-    is for a model that reports its shapes and never runs. With `keep_quantized` weights that arrive quantized
+    It is built under the device and the default dtype of the engine, and runs after `allocate_ropes`. With
+    `keep_quantized` weights that arrive quantized
     stay so, and matrices get memory, inside of `holding`, when they arrive. With `quantizes` too, plain ones
     become fp8. Raises ConfigError if the model can't be divided over the ranks.
     """
@@ -79,7 +81,6 @@ class Decoder(nn.Module):
         tp: TensorParallel,
         ops: Ops,
         backends: Backends,
-        max_position: int,
         keep_quantized: bool = False,
         quantizes: bool = False,
         holding: Holding = nullcontext,
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         with torch.device("meta") if keep_quantized else nullcontext():
             self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
             self.layers = nn.ModuleList(
-                build_layer(config, i, tp, ops, backends) for i in range(config.num_layers)
+                build_layer(config, kind, tp, ops, backends) for kind in config.layers
             )
             self.running = [*enumerate(self.layers)]  # the layers that a step runs
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
@@ -109,9 +110,15 @@ class Decoder(nn.Module):
                 if isinstance(module, MatrixLayer):
                     module.keep(device, quantizes, holding)
             self.to_empty(device=device)
-        if max_position:
-            self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
+        self.ropes: tuple[torch.Tensor, ...] = ()
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
+
+    def allocate_ropes(self, max_position: int) -> None:
+        """Makes each layer's table of rotary angles for this many positions. Layers of the same rope share a
+        table. No checkpoint brings tables back, so they must not sleep with the weights."""
+        attentions = [kind.mixer for kind in self.config.layers]
+        tables = {(a.rope, a.head_dim): rope_table(a, max_position) for a in dict.fromkeys(attentions)}
+        self.ropes = tuple(tables[a.rope, a.head_dim] for a in attentions)
 
     def forward(
         self,
@@ -128,14 +135,14 @@ class Decoder(nn.Module):
         if self.config.embedding_multiplier != 1.0:
             residual.mul_(self.config.embedding_multiplier)
         if self.fused is not None and after_layer is None:
-            x = self.fused(residual, step, caches, self.cos_sin)
+            x = self.fused(residual, step, caches, self.ropes[0])
             if select_S is not None:
                 x, residual = x[select_S], residual[select_S]
         else:
             last = len(self.layers) - 1
             for i, layer in self.running:
                 selected_S = select_S if i == last else None
-                x, residual = layer(x, residual, step, caches[i], self.cos_sin, selected_S)
+                x, residual = layer(x, residual, step, caches[i], self.ropes[i], selected_S)
                 if after_layer is not None:
                     after_layer(i)
         return self.norm.add(x, residual)
@@ -144,9 +151,8 @@ class Decoder(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """For a rehearsal: while this is open, a step runs one layer of each kind, which launches all of its
         kernels in a fraction of the time. Its results mean nothing."""
-        kinds = [(self.config.is_moe_layer(i), window) for i, window in enumerate(self.config.windows)]
         running = self.running
-        self.running = [(i, self.layers[i]) for i in one_of_each(kinds)]
+        self.running = [(i, self.layers[i]) for i in rehearsed_layers(self.config.layers)]
         try:
             yield
         finally:
@@ -218,10 +224,10 @@ def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[Ch
             yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
 
 
-def rope_table(config: ModelConfig, max_position: int) -> torch.Tensor:
+def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:
     """[max_position, head_dim] float32: cosines, then sines, of each position's angles, multiplied by yarn's
     attention factor."""
-    inverse, factor = rope_frequencies(config.rope, config.head_dim)
+    inverse, factor = rope_frequencies(attention.rope, attention.head_dim)
     angles = torch.outer(
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)
     )

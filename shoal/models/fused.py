@@ -13,8 +13,11 @@ from shoal.models.layer import DecoderLayer
 
 def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
     """None where the C call can't run them. It knows dense layers of the Llama line alone, without
-    multipliers, and matmuls that are packed for the C library and whole on this rank."""
-    weights = []
+    multipliers, of the same heads and rope, and matmuls that are packed for the C library and whole on this
+    rank."""
+    weights, first = [], config.layers[0].with_attention(window=None)
+    if any(kind.with_attention(window=None) != first for kind in config.layers):
+        return None
     for layer in layers:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
             return None
@@ -42,4 +45,4 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
             )
         )
-    return CpuLayers(weights, config.num_heads, config.rms_norm_eps, config.attention_scale)
+    return CpuLayers(weights, first.mixer.num_heads, config.rms_norm_eps, first.mixer.scale)

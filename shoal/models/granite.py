@@ -13,9 +13,8 @@ from shoal.models.config_fields import ConfigFields
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     return replace(
-        llama.read(config, fields),
+        llama.read(config, fields).with_attention(scale=fields.number("attention_multiplier")),
         embedding_multiplier=fields.number("embedding_multiplier"),
-        attention_multiplier=fields.number("attention_multiplier"),
         residual_multiplier=fields.number("residual_multiplier"),
         logits_scaling=fields.number("logits_scaling"),
     )

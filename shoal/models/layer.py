@@ -13,18 +13,18 @@ from shoal.layers.attention import Attention
 from shoal.layers.mlp import MLP, MoE
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.registry import BY_NAME
 
 
 def build_layer(
-    config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
+    config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
 ) -> nn.Module:
-    """Layer number `layer`, of the class that its architecture names. Such a class has the constructor and
+    """A layer of this kind, of the class that its architecture names. Such a class has the constructor and
     the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
     own_class = BY_NAME[config.architecture].layer_class
     layer_class = DecoderLayer if own_class is None else own_class()
-    return layer_class(config, layer, tp, ops, backends)
+    return layer_class(config, kind, tp, ops, backends)
 
 
 class DecoderLayer(nn.Module):
@@ -37,15 +37,12 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backends: Backends
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, tp, ops, backends)
-        self.mlp: MLP | MoE
-        if config.is_moe_layer(layer):
-            self.mlp = MoE(config, tp, ops)
-        else:
-            self.mlp = MLP(config, tp, ops)
+        self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
+        experts = kind.experts
+        self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
 

@@ -3,15 +3,13 @@ Llama's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields, sliding_window
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    return replace(config, windows=sliding_window(fields, config.num_layers))
+    return config.with_attention(window=sliding_window(fields))
 
 
 ARCHITECTURE = Architecture(

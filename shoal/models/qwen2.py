@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
+from shoal.models.config_fields import ConfigFields, sliding_window
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    return replace(config, qkv_bias=True, windows=windows(fields, config.num_layers))
+    return replace(config, qkv_bias=True, layers=windowed(config.layers, fields))
 
 
-def windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """ModelConfig.windows. With use_sliding_window the layers that layer_types names have a window, or else
-    those from max_window_layers on."""
-    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
-        return (None,) * num_layers
-    window = fields.count("sliding_window")
+def windowed(layers: tuple[LayerKind, ...], fields: ConfigFields) -> tuple[LayerKind, ...]:
+    """Gives layers their windows. With use_sliding_window the layers that layer_types names have one, or else
+    the layers from max_window_layers on."""
+    window, num_layers = sliding_window(fields), len(layers)
+    if not fields.flag("use_sliding_window") or window is None:
+        return layers
     kinds = fields.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise CheckpointError(f"{fields.where}: layer_types must be a list of texts, got {kinds!r:.80}")
@@ -32,7 +32,10 @@ def windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
             f"{fields.where}: layer_types must name full_attention or sliding_attention for each of "
             f"{num_layers} layers; found {unknown[:4] or len(kinds)}"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(
+        layer.with_attention(window=window) if kind == "sliding_attention" else layer
+        for layer, kind in zip(layers, kinds)
+    )
 
 
 ARCHITECTURE = Architecture(

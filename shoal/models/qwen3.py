@@ -12,8 +12,8 @@ from shoal.models.config_fields import ConfigFields
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias")
-    windows = qwen2.windows(fields, config.num_layers)
-    return replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows)
+    layers = qwen2.windowed(config.layers, fields)
+    return replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, layers=layers)
 
 
 ARCHITECTURE = Architecture(

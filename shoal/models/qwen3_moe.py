@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig
+from shoal.model_config import ExpertsKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields, sliding_window
 
@@ -17,21 +17,17 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         raise CheckpointError(
             f"{fields.where}: num_experts_per_tok {chosen} is more than num_experts {num_experts}"
         )
-    bias = fields.flag("attention_bias")
+    size, norm_topk_prob = fields.count("moe_intermediate_size"), fields.flag("norm_topk_prob")
+    experts = ExpertsKind(num_experts, chosen, size, norm_topk_prob) if num_experts else None
+    sparse_step, dense = fields.count("decoder_sparse_step", 1), _mlp_only_layers(fields, config.num_layers)
     if fields.flag("use_sliding_window"):
-        config = replace(config, windows=sliding_window(fields, config.num_layers))
-    return replace(
-        config,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        num_experts=num_experts,
-        num_experts_per_tok=chosen,
-        moe_intermediate_size=fields.count("moe_intermediate_size"),
-        norm_topk_prob=fields.flag("norm_topk_prob"),
-        decoder_sparse_step=fields.count("decoder_sparse_step", 1),
-        mlp_only_layers=_mlp_only_layers(fields, config.num_layers),
+        config = config.with_attention(window=sliding_window(fields))
+    layers = tuple(
+        replace(kind, experts=experts) if i not in dense and (i + 1) % sparse_step == 0 else kind
+        for i, kind in enumerate(config.layers)
     )
+    bias = fields.flag("attention_bias")
+    return replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, layers=layers)
 
 
 def _mlp_only_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ little: one layer is built of each kind, and shapes come one by one.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -21,7 +21,7 @@ from shoal.kernels import reference
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, checkpoint_tensors
 from shoal.models.layer import build_layer
 
@@ -33,33 +33,30 @@ def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
     """(name, whole shape) of each tensor, under its Hugging Face name."""
     for tensor in checkpoint_tensors(_without_layers(config)):
         yield tensor.name, tensor.shape
-    of_kind: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
-    for i in range(config.num_layers):
-        kind = config.is_moe_layer(i)
+    of_kind: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {}
+    for i, kind in enumerate(config.layers):
         if kind not in of_kind:
-            of_kind[kind] = [(t.name, t.shape) for t in checkpoint_tensors(_layer(config, i), "")]
+            of_kind[kind] = [(t.name, t.shape) for t in checkpoint_tensors(_layer(config, kind), "")]
         for name, shape in of_kind[kind]:
             yield f"model.layers.{i}.{name}", shape
 
 
 def num_weights(config: ModelConfig) -> int:
     """Counts the weights of all matrices. Norms and biases are left out."""
-    layers_of_kind: dict[bool, list[int]] = defaultdict(list)
-    for i in range(config.num_layers):
-        layers_of_kind[config.is_moe_layer(i)].append(i)
-    in_layers = sum(_count(_layer(config, same[0])) * len(same) for same in layers_of_kind.values())
+    kinds = Counter(config.layers)
+    in_layers = sum(_count(_layer(config, kind)) * count for kind, count in kinds.items())
     return _count(_without_layers(config)) + in_layers
 
 
 def _without_layers(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        return Decoder(replace(config, num_layers=0), TensorParallel.single(), OPS, {}, 0)
+        return Decoder(replace(config, layers=()), TensorParallel.single(), OPS, {})
 
 
-def _layer(config: ModelConfig, layer: int) -> nn.Module:
-    shape = attention_shape(config, 1)
+def _layer(config: ModelConfig, kind: LayerKind) -> nn.Module:
+    shape = attention_shape(kind.mixer, 1)
     with torch.device("meta"):
-        return build_layer(config, layer, TensorParallel.single(), OPS, {shape: TorchBackend(shape)})
+        return build_layer(config, kind, TensorParallel.single(), OPS, {shape: TorchBackend(shape)})
 
 
 def _count(module: nn.Module) -> int:

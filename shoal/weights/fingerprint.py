@@ -5,9 +5,10 @@ the weights' content counts; the checkpoint's origin does not. No torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import FileIO
 from pathlib import Path
 
@@ -85,5 +86,34 @@ def weight_files(files: CheckpointFiles) -> list[Path]:
 
 
 def _fields(config: ModelConfig) -> list[tuple[str, object]]:
-    """Returns the config without FREE_FIELDS."""
-    return sorted((name, value) for name, value in asdict(config).items() if name not in FREE_FIELDS)
+    """Returns the config without FREE_FIELDS. KV on disks is found by these names and values, so layers are
+    described as in a config.json, whose fields hold for all of them. Layers that differ in more than windows
+    and a choice between MLP and experts are listed as well."""
+    fields = {name: value for name, value in asdict(config).items() if name not in FREE_FIELDS}
+    del fields["layers"]
+    attention, experts = config.attention, config.experts
+    usual_scale = attention.head_dim**-0.5
+    fields |= {
+        "num_layers": config.num_layers,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "rope": asdict(attention.rope),
+        "attention_multiplier": None if attention.scale == usual_scale else attention.scale,
+        "windows": tuple(kind.mixer.window for kind in config.layers),
+        "num_experts": 0 if experts is None else experts.num_experts,
+        "num_experts_per_tok": 0 if experts is None else experts.num_experts_per_tok,
+        "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
+        "norm_topk_prob": experts is not None and experts.norm_topk_prob,
+    }
+    sparse = [i for i, kind in enumerate(config.layers, 1) if kind.experts is not None]
+    step = fields["decoder_sparse_step"] = math.gcd(*sparse) or 1
+    every = range(step, config.num_layers + 1, step) if sparse else ()
+    fields["mlp_only_layers"] = tuple(i - 1 for i in every if i not in sparse)
+    first = replace(attention, window=None)
+    if any(
+        replace(kind.mixer, window=None) != first or kind.experts not in (None, experts)
+        for kind in config.layers
+    ):
+        fields["layers"] = tuple(asdict(kind) for kind in config.layers)
+    return sorted(fields.items())

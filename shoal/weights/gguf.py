@@ -54,25 +54,26 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
             continue
         tensor = _view(data, info, header)
         if names.interleaved and (".q_proj." in name or ".k_proj." in name):
-            num_heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
-            tensor = _restore_rows(tensor, num_heads, config.head_dim, info, header)
+            attention = config.attention
+            num_heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
+            tensor = _restore_rows(tensor, num_heads, attention.head_dim, info, header)
         yield name, tensor
 
 
 def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, from the header alone. Raises CheckpointError for a tensor that this engine
     has no place for."""
-    names = _names(header)
+    names, num_experts = _names(header), 0 if config.experts is None else config.experts.num_experts
     shapes: dict[str, tuple[int, ...]] = {}
     for info in header.tensors.values():
         if info.name == ROPE_FACTORS:
             continue
         name, shape = _hugging_face_name(info.name, names, header), info.shape
         if "{}" in name:
-            if len(shape) != 3 or shape[0] != config.num_experts:
+            if len(shape) != 3 or shape[0] != num_experts:
                 raise CheckpointError(
                     f"{header.path}: the tensor {info.name} has shape {list(shape)} "
-                    f"instead of [experts, out, in] for {config.num_experts} experts"
+                    f"instead of [experts, out, in] for {num_experts} experts"
                 )
             shape = shape[1:]
         if info.kind not in PLAIN and len(shape) != 2:
@@ -80,7 +81,7 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
                 f"{header.path}: the {info.kind} tensor {info.name} has shape "
                 f"{list(info.shape)} instead of [out, in]"
             )
-        shapes |= {name.format(expert): shape for expert in range(config.num_experts if "{}" in name else 1)}
+        shapes |= {name.format(expert): shape for expert in range(num_experts if "{}" in name else 1)}
     return shapes
 
 

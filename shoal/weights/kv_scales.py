@@ -29,8 +29,8 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
     Raises CheckpointError if a scale is missing, has another shape, or is not positive."""
     if files.file is not None:  # GGUF has no such tensors
         return None
-    config = files.config
-    scales = torch.zeros(config.num_layers, 2, config.num_kv_heads)
+    config, num_kv_heads = files.config, files.config.attention.num_kv_heads
+    scales = torch.zeros(config.num_layers, 2, num_kv_heads)
     found = False
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
         if (match := NAME.fullmatch(name)) is None:
@@ -41,10 +41,10 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
                 f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is "
                 "it another model's file?"
             )
-        if len(values) not in (1, config.num_kv_heads):
+        if len(values) not in (1, num_kv_heads):
             raise CheckpointError(
                 f"{files.path}: {name} has shape {list(tensor.shape)}, but a scale of the KV cache is one "
-                f"number, or one for each of {config.num_kv_heads} kv heads"
+                f"number, or one for each of {num_kv_heads} kv heads"
             )
         if not (values.isfinite() & (values > 0)).all():
             raise CheckpointError(

@@ -34,8 +34,8 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
         "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
+        "attention.head_count": config.attention.num_heads,
+        "attention.head_count_kv": config.attention.num_kv_heads,
         "vocab_size": config.vocab_size,
     }
     return ModelSummary(

@@ -110,10 +110,11 @@ def test_its_metadata_equals_what_the_gguf_package_reads_and_comes_faster(files)
 
 def test_it_is_the_model_we_think_it_is(files):
     config = files.config
-    assert (config.architecture, config.num_layers, config.num_heads) == ("llama", 30, 9)
-    assert (config.num_kv_heads, config.head_dim) == (3, 64)
+    attention = config.attention
+    assert (config.architecture, config.num_layers, attention.num_heads) == ("llama", 30, 9)
+    assert (attention.num_kv_heads, attention.head_dim) == (3, 64)
     assert (
-        config.rope.theta == 100000.0
+        attention.rope.theta == 100000.0
         and config.max_position_embeddings == 8192
         and files.eos_token_ids == (2,)
     )

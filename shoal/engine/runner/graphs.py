@@ -170,20 +170,16 @@ def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
 def most_captured_tokens(model: Decoder) -> int:
     """The most tokens of a mixed step that is worth a graph. For more, the GPU takes longer than Python does
     to launch the step."""
-    config = model.config
-    dense = experts = 0
-    for name, layer in model.layers.named_modules():
-        # By their sizes, as matrices of fewer bits have no memory yet.
-        if isinstance(layer, MatrixLayer):
-            size = sum(layer.parts) * layer.num_columns
-            if ".experts." in name:
-                experts += size
-            else:
-                dense += size
-    active = dense  # weights that a token meets
-    if config.num_experts:
-        active += experts * config.num_experts_per_tok // config.num_experts
-    return int(LAUNCH_S * config.num_layers * FLOPS / (2 * active))
+    active = 0  # weights that a token meets
+    for kind, layer in zip(model.config.layers, model.layers):
+        for name, matrix in layer.named_modules():
+            # By their sizes, as matrices of fewer bits have no memory yet.
+            if isinstance(matrix, MatrixLayer):
+                size = sum(matrix.parts) * matrix.num_columns
+                if kind.experts is not None and ".experts." in name:
+                    size = size * kind.experts.num_experts_per_tok // kind.experts.num_experts
+                active += size
+    return int(LAUNCH_S * len(model.layers) * FLOPS / (2 * active))
 
 
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:

@@ -30,11 +30,12 @@ def cache_dtype(config: ResolvedConfig) -> str:
 def cache_spec(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> CacheSpec:
     """Describes a rank's cache of one block, but for the scales of an fp8 cache. Whatever needs the shape of
     a cache derives it from this. Raises LayoutError if the ranks can't share the model's KV heads."""
+    [(num_kv_heads, head_dim)] = {(kind.mixer.num_kv_heads, kind.mixer.head_dim) for kind in model.layers}
     return CacheSpec(
         layout=Layout.WHOLE_BLOCKS,
         num_layers=model.num_layers,
-        num_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=cache_dtype(config),
         block_size=config.block_size,
         tp_rank=tp_rank,
@@ -46,7 +47,8 @@ def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> torch.Tensor
     """The scales of an fp8 cache, float32 [layers, 2, kv heads of the model]: the checkpoint's, or 1. Raises
     CheckpointError."""
     found = None if config.load_format == "dummy" else kv_scales(files)
-    return torch.ones(files.config.num_layers, 2, files.config.num_kv_heads) if found is None else found
+    num_layers, num_kv_heads = files.config.num_layers, files.config.attention.num_kv_heads
+    return torch.ones(num_layers, 2, num_kv_heads) if found is None else found
 
 
 class KvCache:

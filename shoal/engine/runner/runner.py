@@ -106,7 +106,7 @@ class ModelRunner:
                 config,
                 self.device,
                 self.dtype,
-                [attention_shape(model, tp.size)],
+                [attention_shape(kind.mixer, tp.size) for kind in model.layers],
                 # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self._regions.holding, "kv_cache"),
             )
@@ -117,21 +117,17 @@ class ModelRunner:
                     tp,
                     ops,
                     backends,
-                    self.max_model_len,
                     config.keep_quantized,
                     config.quantizes_weights,
                     partial(self._regions.holding, "weights"),
                 )
-            # Buffers leave the region: no checkpoint brings them back, so they must not sleep with the
-            # weights.
-            for module in self.model.modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.clone())
+            self.model.allocate_ropes(self.max_model_len)
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
-        never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(model.windows)
+        windows = [kind.mixer.window for kind in model.layers]
+        never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(windows)
         # Steps with at least this many decodes look for groups that share a prefix. None: no step does.
         self.share_from = None if never_shares else backend.share_from
         # The shapes of mixed steps that graphs capture, small to large.
@@ -146,7 +142,7 @@ class ModelRunner:
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
-        self.cache = KvCache(spec, model.windows, scales_L2G, self.device, is_shared)
+        self.cache = KvCache(spec, windows, scales_L2G, self.device, is_shared)
         self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(

@@ -22,7 +22,7 @@ from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import host_memory
 from shoal.kv.view import BlockView
 from shoal.layers.parallel import TensorParallel
-from shoal.models.decoder import one_of_each
+from shoal.models.decoder import rehearsed_layers
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
 from shoal.weights.update import weight_tensors
@@ -194,7 +194,7 @@ def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(start):
         ("ddo", [0, 2]),
         ("ddsds", [0, 2, 4]),
     ):
-        assert one_of_each(kinds) == rehearsed
+        assert rehearsed_layers(kinds) == rehearsed
     model = start("qwen3-moe").runner.model
     every = list(model.running)
     with model.one_layer_of_each_kind(), model.one_layer_of_each_kind():

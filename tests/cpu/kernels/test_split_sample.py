@@ -14,6 +14,7 @@ from shoal.kernels import reference, triton_ops
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling.split_sample import PARTS, needs_whole_row
 from shoal.kernels.state import Field
+from shoal.model_config import AttentionKind, LayerKind, RopeConfig
 from shoal.models.decoder import check_parallel
 from tests.cpu.kernels.test_sample import GREEDY, PLAIN, exact_distribution, make_table
 
@@ -104,7 +105,8 @@ def test_parts_suffice_for_greedy_rows_and_plain_ones_and_a_small_top_k():
 
 
 def test_a_vocabulary_too_small_for_the_ranks_is_refused():
-    config = SimpleNamespace(num_heads=8, intermediate_size=8, num_experts=0, num_kv_heads=8, vocab_size=5)
+    attention = AttentionKind(num_heads=8, num_kv_heads=8, head_dim=2, scale=1.0, rope=RopeConfig())
+    config = SimpleNamespace(layers=(LayerKind(attention),), intermediate_size=8, vocab_size=5)
     check_parallel(config, 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size 4 leaves a rank without any of vocab_size 5"):
         check_parallel(config, 4)

@@ -18,6 +18,7 @@ from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.mlp import ExpertMatrix, Experts
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PACKED_BY, PackedWeight, PlainWeight
+from shoal.model_config import ExpertsKind
 from shoal.models.decoder import checkpoint_tensors
 from shoal.weights.update import weight_tensors
 from tests.cpu.kernels.test_fp8 import exact_conversions  # noqa: F401 -- a fixture
@@ -25,7 +26,7 @@ from tests.cpu.kernels.test_packed_moe import FP8, TILED, Make, _int4
 
 CPU, FP16 = torch.device("cpu"), torch.float16
 EXPERTS, HIDDEN, SIZE = 3, 64, 96
-CONFIG = SimpleNamespace(num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=SIZE)
+KIND = ExpertsKind(EXPERTS, 2, SIZE, norm_topk_prob=True)
 Tensors = dict[str, torch.Tensor | QuantizedTensor]
 
 
@@ -42,7 +43,7 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def build(tp: TensorParallel | None = None, quantizes: bool = False) -> Experts:
     torch.set_default_dtype(FP16)
     try:
-        experts = Experts(CONFIG, tp or TensorParallel.single(), triton_ops)
+        experts = Experts(HIDDEN, KIND, tp or TensorParallel.single(), triton_ops)
     finally:
         torch.set_default_dtype(torch.float32)
     for matrix in matrices(experts):
@@ -86,11 +87,11 @@ def check(experts: Experts, tensors: Tensors) -> None:
         torch.randn(9, EXPERTS).half(),
         torch.randn(9, HIDDEN),
     )
-    got = experts.mix(x, logits, 2, True, None).float()
+    got = experts.mix(x, logits, None).float()
     want = reference.moe(x.float(), logits, torch.cat((gate, up), 1), down, 2, True)
     assert (got - want).norm() <= 2e-3 * want.norm()
     ours = residual.half()
-    assert experts.mix(x, logits, 2, True, ours) is ours
+    assert experts.mix(x, logits, ours) is ours
     assert (ours.float() - residual - want).norm() <= 3e-3 * want.norm()
 
 
@@ -136,7 +137,7 @@ def test_made_up_experts_become_fp8_too() -> None:
         if isinstance(matrix, ExpertMatrix):
             matrix.load_dummy(f"mlp.experts.{path}", generator)
     assert all(isinstance(matrix.format, PackedWeight) for matrix in matrices(experts))
-    assert experts.mix(torch.randn(3, HIDDEN).half(), torch.randn(3, EXPERTS).half(), 2, True, None).any()
+    assert experts.mix(torch.randn(3, HIDDEN).half(), torch.randn(3, EXPERTS).half(), None).any()
 
 
 @pytest.mark.parametrize("plain_one", ["0.gate_proj", "2.down_proj"])
@@ -173,8 +174,8 @@ def test_the_ranks_parts_sum_up(kind: str, size: int) -> None:
         isinstance(matrices(e)[1].format, PlainWeight) == ((kind, size) == ("mxfp4", 2)) for e in ranks
     )
 
-    def mix(x, logits, top_k, norm_topk_prob, residual):
-        total = sum(e.mix(x, logits, top_k, norm_topk_prob, None).float() for e in ranks).half()
+    def mix(x, logits, residual):
+        total = sum(e.mix(x, logits, None).float() for e in ranks).half()
         return total if residual is None else residual.add_(total)
 
     check(SimpleNamespace(mix=mix), tensors)

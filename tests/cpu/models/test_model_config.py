@@ -11,7 +11,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig, RopeConfig
+from shoal.model_config import ExpertsKind, ModelConfig, RopeConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.models.registry import ARCHITECTURES
@@ -363,46 +363,46 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
         ("hidden_size",) * 2,
         ("intermediate_size",) * 2,
         ("num_layers", "num_hidden_layers"),
-        ("num_heads", "num_attention_heads"),
-        ("num_kv_heads", "num_key_value_heads"),
         ("max_position_embeddings",) * 2,
         ("rms_norm_eps",) * 2,
         ("tie_word_embeddings",) * 2,
         ("bos_token_id",) * 2,
     ):
         assert getattr(config, ours) == getattr(oracle, theirs), ours
-    assert config.head_dim == head_dim
-    assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    attention, *others = {kind.with_attention(window=None).mixer for kind in config.layers}
+    assert not others and attention.head_dim == head_dim
+    assert attention.num_heads == oracle.num_attention_heads
+    assert attention.num_kv_heads == oracle.num_key_value_heads
+    windows = [kind.mixer.window for kind in config.layers]
+    assert windows == [window if kind == "sliding_attention" else None for kind in kinds]
     assert config.qkv_bias == (attention_bias or oracle.model_type == "qwen2")
     assert config.o_bias == attention_bias and config.mlp_bias == getattr(oracle, "mlp_bias", False)
     assert config.qk_norm == (oracle.model_type in ("qwen3", "qwen3_moe"))
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         assert getattr(config, name) == getattr(oracle, name, 1.0), name
-    assert config.attention_scale == getattr(oracle, "attention_multiplier", head_dim**-0.5)
+    assert attention.scale == getattr(oracle, "attention_multiplier", head_dim**-0.5)
     assert config.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     assert config.dtype == (str(oracle.dtype).removeprefix("torch.") if oracle.dtype is not None else None)
     if oracle.model_type == "qwen3_moe":
-        for name in (
-            "num_experts",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-            "decoder_sparse_step",
-        ):
-            assert getattr(config, name) == getattr(oracle, name), name
+        experts = ExpertsKind(
+            oracle.num_experts,
+            oracle.num_experts_per_tok,
+            oracle.moe_intermediate_size,
+            oracle.norm_topk_prob,
+        )
         sparse = [
             i not in oracle.mlp_only_layers and (i + 1) % oracle.decoder_sparse_step == 0
             for i in range(oracle.num_hidden_layers)
         ]
-        assert [config.is_moe_layer(i) for i in range(config.num_layers)] == sparse
+        assert [kind.experts for kind in config.layers] == [experts if has else None for has in sparse]
     else:
-        assert not any(config.is_moe_layer(i) for i in range(config.num_layers))
+        assert config.experts is None
     assert_same_rope(config, oracle)
 
 
 def assert_same_rope(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> None:
     rotary = LlamaRotaryEmbedding(oracle)
-    inverse, factor = rope_frequencies(config.rope, config.head_dim)
+    inverse, factor = rope_frequencies(config.attention.rope, config.attention.head_dim)
     assert inverse.dtype == np.float32
     # a few roundings: numpy's power is not torch's
     np.testing.assert_allclose(inverse, rotary.inv_freq.numpy(), rtol=4e-7)
@@ -587,7 +587,9 @@ def test_gguf_rope_factors_are_llama3_scaling():
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = tuple((plain / oracle.inv_freq.numpy().astype(np.float64)).tolist())
     config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
-    np.testing.assert_allclose(rope_frequencies(config.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7)
+    np.testing.assert_allclose(
+        rope_frequencies(config.attention.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7
+    )
 
 
 def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():

@@ -32,7 +32,7 @@ from shoal.layers.matrix import MatrixLayer
 from shoal.layers.mlp import Experts
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PackedWeight
-from shoal.model_config import Quantization
+from shoal.model_config import ExpertsKind, Quantization
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME
@@ -190,24 +190,24 @@ def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
 
 def test_experts_that_come_plain_stand_beside_packed_ones():
     print("seed", torch.manual_seed(7).initial_seed())
-    config = SimpleNamespace(num_experts=3, hidden_size=64, moe_intermediate_size=32)
-    experts = Experts(config, TensorParallel.single(), cpu_ops)
+    kind = ExpertsKind(3, 2, 32, norm_topk_prob=True)
+    experts = Experts(64, kind, TensorParallel.single(), cpu_ops)
     experts.divide()
     layers = {path: layer for path, layer in experts.named_modules() if isinstance(layer, MatrixLayer)}
     oracle = {}
     for layer in layers.values():
         layer.keep(torch.device("cpu"))
     for name, shape, load in decoder.checkpoint_tensors(experts, "mlp.experts."):
-        expert, kind = name.split(".")[2:4]
+        expert, matrix = name.split(".")[2:4]
         weight = torch.randn(shape) / 8
         # The first is packed, the second plain, and of the third the parts of a merge differ.
-        if expert == "0" or (expert, kind) == ("2", "gate_proj"):
+        if expert == "0" or (expert, matrix) == ("2", "gate_proj"):
             tensor = Fp8Tensor.of(weight.to(torch.float8_e4m3fn), torch.rand(shape[0], 1), (1, 0))
             load(tensor, name)
             weight = tensor.dequantize()
         else:
             load(weight, name)
-        oracle[expert, kind] = weight
+        oracle[expert, matrix] = weight
     for layer in layers.values():
         layer.finish()
     packed = {path for path, layer in layers.items() if isinstance(layer.format, PackedWeight)}
@@ -217,7 +217,7 @@ def test_experts_that_come_plain_stand_beside_packed_ones():
     x, logits = torch.randn(9, 64), torch.randn(9, 3)
     for residual in (None, torch.randn(9, 64)):
         want = reference.moe(x, logits, w13, w2, 2, True, None if residual is None else residual.clone())
-        got = experts.mix(x, logits, 2, True, residual)
+        got = experts.mix(x, logits, residual)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert residual is None or got is residual
 
@@ -498,9 +498,9 @@ def test_matrices_of_fewer_bits_count_for_captured_tokens_before_they_have_memor
         ),
         "config.json",
     )
-    backends = {attention_shape(config, 1): None}
+    backends = {attention_shape(config.attention, 1): None}
     built = [
-        decoder.Decoder(config, TensorParallel.single(), cpu_ops, backends, 0, keep_quantized=kept)
+        decoder.Decoder(config, TensorParallel.single(), cpu_ops, backends, keep_quantized=kept)
         for kept in (False, True)
     ]
     plain, packed = (most_captured_tokens(model) for model in built)

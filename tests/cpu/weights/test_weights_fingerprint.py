@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shoal.model_config import RopeConfig
+from shoal.models.config_json import config_from_json
 from shoal.weights.fingerprint import weights_fingerprint
+from tests.cpu.models.test_model_config import PUBLISHED
 from tests.cpu.weights.test_weights_gguf import write_gguf
 
 
@@ -84,10 +87,12 @@ def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, fold
     config, sums = llm.core.model_config, llm.collective_rpc("checksums")
     found = weights_fingerprint(sums, config)
     for changed in (
-        replace(config, rope=replace(config.rope, theta=1e6)),
+        config.with_attention(rope=RopeConfig(theta=1e6)),
         replace(config, rms_norm_eps=1e-3),
-        replace(config, num_kv_heads=1),
-        replace(config, windows=(8,) * config.num_layers),
+        config.with_attention(num_kv_heads=1),
+        config.with_attention(window=8),
+        replace(config, layers=(config.layers[0].with_attention(window=8), *config.layers[1:])),
+        replace(config, layers=(config.layers[0].with_attention(num_heads=1), *config.layers[1:])),
     ):
         assert weights_fingerprint(sums, changed) != found
     assert (
@@ -98,3 +103,29 @@ def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, fold
     assert weights_fingerprint(shards, config) != weights_fingerprint(shards[::-1], config), (
         "ranks have an order"
     )
+
+
+# Fingerprints that engines have written to disks, for configs of published models with some changes.
+WRITTEN = [
+    ("Llama-3.2-1B", {}, "1829d00f78f6559d218c30d31a5260c4"),
+    ("Qwen2.5 with the yarn of its model card", {}, "eb5be3fa8174216ef24912c2defdbdab"),
+    ("Qwen3-0.6B", {}, "95a7eba3d4b33eb541a16881ceece944"),
+    ("Mistral-7B-v0.1", {}, "d30562bcdee46175817a3fe6a7f92037"),
+    ("Qwen3-30B-A3B", {}, "b4776732c617ea4980db3dfe0c9cfa54"),
+    ("OLMo-2-1124-7B", {}, "7a5e4f1d12ea56f420e82141bcd1b41a"),
+    ("granite-3.1-8b-instruct", {}, "0cbe72e7d2f2feaa5689f1166f587204"),
+    ("Qwen3-30B-A3B", dict(decoder_sparse_step=2), "473e206acad06683bb38118bd603c248"),
+    ("Qwen3-30B-A3B", dict(mlp_only_layers=[0, 1]), "7050d5b7fa05719d7dcce17b92af0e2d"),
+    ("Qwen3-30B-A3B", dict(decoder_sparse_step=4, mlp_only_layers=[3]), "e1d3d5950bb4ce5eca9a6af9ee726616"),
+    (
+        "Qwen3-0.6B",
+        dict(use_sliding_window=True, sliding_window=1024, max_window_layers=20),
+        "2bf85c6dc235a5619026798ad59b51ae",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "written"), WRITTEN)
+def test_kv_that_an_earlier_version_wrote_is_found(name, changes, written):
+    config = config_from_json(PUBLISHED[name] | changes, name)
+    assert weights_fingerprint([{"model.norm.weight": "0123456789abcdef"}], config).hex() == written

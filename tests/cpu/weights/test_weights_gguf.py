@@ -209,7 +209,8 @@ def test_rope_factors_of_a_llama3_file_become_its_config(tmp_path):
     header = with_tensor(tmp_path / "m.gguf", "rope_freqs.weight", factors)
     assert read_rope_factors(read_header(header)) == tuple(factors.tolist())
     config, tensors = read(header)
-    assert config.rope.kind == "factors" and config.rope.factors == tuple(factors.tolist())
+    rope = config.attention.rope
+    assert rope.kind == "factors" and rope.factors == tuple(factors.tolist())
     assert "rope_freqs.weight" not in tensors and not any("rope" in name for name in tensors)
 
 
