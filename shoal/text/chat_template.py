@@ -8,6 +8,7 @@ the text into tokens.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.errors import RequestError
 from shoal.text import conversation, tool_prompt
-from shoal.text.template_traits import TemplateTraits
+from shoal.text.template_traits import WORD, TemplateTraits
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # This text marks where a continued message ends. Its last character, a space, shows whether the template
@@ -116,6 +117,8 @@ class ChatTemplate:
             _mark_end(messages[-1])
 
         def write(messages: list[dict[str, Any]]) -> str:
+            if self._wants_parts:
+                messages = conversation.with_parts(messages)
             return self._template.render(
                 {
                     **variables,
@@ -141,7 +144,19 @@ class ChatTemplate:
                     )
         return _cut_at_mark(text) if continue_final_message else text
 
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """True if the template writes the text of parts alone, as some templates of vision models do."""
+
+        def writes(content: Any) -> bool:
+            return WORD in (self._tried([{"role": "user", "content": content}]) or "")
+
+        return self._reads_parts and not writes(WORD) and writes([{"type": "text", "text": WORD}])
+
     def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        return self._tried(conversation.with_parts(messages) if self._wants_parts else messages)
+
+    def _tried(self, messages: list[dict[str, Any]]) -> str | None:
         given = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
             return self._template.render({**self._special_tokens, **given})
@@ -154,12 +169,15 @@ class ChatTemplate:
         if max(num_calls) > 1 and not self._traits.takes_several_calls:
             messages = conversation.with_one_call_each(messages)
         if any(num_calls):
-            if self._traits.wants_null_beside_calls:
-                messages = conversation.with_calls_alone(messages)
+            if self._traits.drops_calls_beside_words:
+                empty = None if self._traits.writes_calls_beside_null else ""
+                messages = conversation.with_calls_alone(messages, empty)
+            if not self._traits.takes_instructions_before_results:
+                messages = conversation.with_results_first(messages)
             if not self._traits.takes_words_after_results:
                 messages = conversation.with_words_in_results(messages)
-            if self._traits.wants_short_ids:
-                messages = conversation.with_short_ids(messages)
+            if self._traits.wants_short_ids or self._traits.wants_ids:
+                messages = conversation.with_ids(messages, short=self._traits.wants_short_ids)
             messages = [
                 {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
                 if message.get("tool_calls")
@@ -169,12 +187,12 @@ class ChatTemplate:
         return messages
 
     def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the call with arguments that the template accepts. A list or text is put into an object if
-        the template accepts neither its own type nor text."""
-        function = call.get("function", {})
-        if "arguments" not in function:
+        """Returns the call with arguments that the template accepts; {} if they are missing. A list or text
+        is put into an object if the template accepts neither its own type nor text."""
+        if "function" not in call:
             return call
-        given = function["arguments"]
+        function = call["function"]
+        given = function.get("arguments")
         value = conversation.parsed_arguments(given)
         if not self._traits.takes_arguments(value):
             if self._traits.takes_arguments(""):

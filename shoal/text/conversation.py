@@ -83,17 +83,46 @@ def _without_instructions(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def with_calls_alone(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with null content in messages with calls; their text becomes a separate
-    message."""
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with each text content as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def with_calls_alone(messages: Sequence[Message], empty: str | None) -> list[Message]:
+    """Returns the conversation with `empty` as the content of messages with calls; their text becomes a
+    separate message."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls"):
             if as_text(message["content"]):
                 found.append({key: value for key, value in message.items() if key != "tool_calls"})
-            message = {**message, "content": None}
+            message = {**message, "content": empty}
         found.append(message)
     return found
+
+
+def with_results_first(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with instructions between a call and its results moved behind the results."""
+    found: list[Message] = []
+    held: list[Message] = []  # instructions since the last message with calls, or since a result of it
+    for message in messages:
+        if (
+            message["role"] in INSTRUCTIONS
+            and found
+            and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")
+        ):
+            held.append(message)
+            continue
+        if message["role"] != "tool":
+            found += held
+            held = []
+        found.append(message)
+    return found + held
 
 
 def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
@@ -144,21 +173,22 @@ def _results_behind(messages: Sequence[Message], i: int) -> list[Message]:
     return list(messages[i + 1 : end])
 
 
-def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with nine letters and digits for the id of each call. Missing ids are
+def with_ids(messages: Sequence[Message], *, short: bool) -> list[Message]:
+    """Returns the conversation with an id for each call; `short`: of nine letters and digits. Missing ids are
     generated, and results without an id belong to the calls in their order."""
+    form = _short if short else str
     found: list[Message] = []
     open_ids: list[str] = []
     for i, message in enumerate(messages):
         if calls := message.get("tool_calls"):
-            open_ids = [_short(call.get("id") or f"{i} {k}") for k, call in enumerate(calls)]
+            open_ids = [form(call.get("id") or _short(f"{i} {k}")) for k, call in enumerate(calls)]
             message = {
                 **message,
                 "tool_calls": [{**call, "id": call_id} for call, call_id in zip(calls, open_ids)],
             }
         elif message["role"] == "tool":
             given = message.get("tool_call_id")
-            call_id = _short(given) if given else (open_ids[0] if open_ids else _short(str(i)))
+            call_id = form(given) if given else (open_ids[0] if open_ids else _short(str(i)))
             if call_id in open_ids:
                 open_ids = [other for other in open_ids if other != call_id]
             message = {**message, "tool_call_id": call_id}

@@ -12,6 +12,7 @@ Message = dict[str, Any]
 
 WORD = "Does this appear?"
 OTHER = "And does that?"
+THIRD = "And does a third?"
 SHORT_ID = "a1B2c3D4e"  # nine letters and digits, as Mistral's templates want them
 LONG_ID = "call_8f14e45fceea167a5a36dedd4bea2543"
 USER: Message = {"role": "user", "content": "Hello"}
@@ -38,6 +39,11 @@ class TemplateTraits:
         """True if a call's id must have nine letters and digits."""
         return not self._texts(*_calls("probe_a", call_id=LONG_ID)) and bool(self._texts(*_calls("probe_a")))
 
+    @functools.cached_property
+    def wants_ids(self) -> bool:
+        """True if a call must have an id."""
+        return not self._texts(*_calls("probe_a", call_id=None)) and bool(self._texts(*_calls("probe_a")))
+
     def takes_arguments(self, arguments: Any) -> bool:
         """True if the template writes a call's arguments of this type: an object, a list, or text."""
         kind = type(arguments)
@@ -54,13 +60,25 @@ class TemplateTraits:
         return any("None" not in text for text in texts)
 
     @functools.cached_property
-    def wants_null_beside_calls(self) -> bool:
-        """True if the template drops the calls of an answer whose content is not null."""
+    def drops_calls_beside_words(self) -> bool:
+        """True if the template drops the calls of an answer that has content, too."""
+        return not self._writes_calls(THIRD) and (self.writes_calls_beside_null or self._writes_calls(""))
 
-        def writes_calls(content: str | None) -> bool:
-            return any(WORD in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
+    @functools.cached_property
+    def writes_calls_beside_null(self) -> bool:
+        """True if the template writes the calls of an answer whose content is null."""
+        return self._writes_calls(None)
 
-        return writes_calls(None) and not writes_calls("")
+    def _writes_calls(self, content: str | None) -> bool:
+        return any(WORD in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
+
+    @functools.cached_property
+    def takes_instructions_before_results(self) -> bool:
+        """True if a system message may stand between a call and its result, or if it is refused elsewhere,
+        too, so that it is moved anyway."""
+        system: Message = {"role": "system", "content": THIRD}
+        texts = self._texts(*_calls("probe_a"), before_results=[system])
+        return all(OTHER in text for text in texts)
 
     @functools.cached_property
     def takes_words_after_results(self) -> bool:
@@ -96,12 +114,13 @@ class TemplateTraits:
         self,
         *calls: dict[str, Any],
         contents: Sequence[str | None] = (None, ""),
+        before_results: Sequence[Message] = (),
         more: Sequence[Message] = (),
         thoughts: Message | None = None,
     ) -> list[str]:
-        """Returns the rendered texts of an answer with these calls, their results and `more`: one for each
-        form of the content, and of the arguments if they are not given, so that traits are independent of
-        each other. Refused forms are left out."""
+        """Returns the rendered texts of an answer with these calls, `before_results`, the results and `more`:
+        one for each form of the content, and of the arguments if they are not given, so that traits are
+        independent of each other. Refused forms are left out."""
         found = []
         for content in contents:
             for as_given in (dict, json.dumps):
@@ -112,20 +131,22 @@ class TemplateTraits:
                     function = {"arguments": arguments, **_given(call["function"])}
                     made.append({**call, "function": function})
                 results = [
-                    {"role": "tool", "tool_call_id": call["id"], "name": "probe_a", "content": OTHER}
+                    {"role": "tool", "tool_call_id": call.get("id"), "name": "probe_a", "content": OTHER}
                     for call in calls
                 ]
                 answer = {"role": "assistant", "content": content, "tool_calls": made, **(thoughts or {})}
-                if (text := self._render([USER, answer, *results, *more])) is not None:
+                if (text := self._render([USER, answer, *before_results, *results, *more])) is not None:
                     found.append(text)
         return found
 
 
-def _calls(*names: str, call_id: str = SHORT_ID, arguments: Any = None) -> list[dict[str, Any]]:
-    return [
-        {"id": call_id[:-1] + str(i), "type": "function", "function": {"name": name, "arguments": arguments}}
-        for i, name in enumerate(names)
+def _calls(*names: str, call_id: str | None = SHORT_ID, arguments: Any = None) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}} for name in names
     ]
+    return (
+        calls if call_id is None else [{"id": call_id[:-1] + str(i), **call} for i, call in enumerate(calls)]
+    )
 
 
 def _given(function: dict[str, Any]) -> dict[str, Any]:
