@@ -61,3 +61,6 @@ class BlockEvents(StepPart):
 
     def check(self) -> None:
         self._events.check(self._blocks.pool.cached_keys())
+
+    def close(self) -> None:
+        self._blocks.pool.listeners.remove(self)

@@ -32,7 +32,7 @@ class GrammarAdmission(StepPart):
             self._compiling[seq] = self._grammars.start(params, seq.output_token_ids)
 
     def may_start(self, seq: Sequence) -> bool:
-        return seq not in self._compiling and not seq.is_delayed
+        return seq not in self._compiling and (seq.grammar is None or seq.grammar.is_ready)
 
     def before_schedule(self) -> None:
         """Releases the sequences whose grammar is ready, and ends the sequences whose grammar failed."""

@@ -19,6 +19,7 @@ from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, SequenceAnswer
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
+from shoal.engine.step_part import PartBuilder
 from shoal.engine.turns import LateInterrupts, TurnLock, only_young_garbage
 from shoal.errors import RequestError, UnavailableError
 from shoal.kv_events import EventBatch
@@ -55,13 +56,18 @@ class LLM:
     which each RequestOutput has its times. Threads may share it: the thread whose turn it is steps for all of
     them, so their requests run in one batch.
 
+    `more_parts` build parts of the engine in addition to Shoal's own (engine/step_part.py), for experiments:
+    each gets (config, ranks, scheduler).
+
     Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
     after a bad request.
     """
 
     __doc__ = f"{__doc__}\n\n{described(EngineConfig)}\n"
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, more_parts: Sequence[PartBuilder] = (), **options: Any
+    ) -> None:
         for name in ("tokenizer", "dtype"):  # a path, a torch.dtype
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
@@ -77,7 +83,7 @@ class LLM:
             deque()
         )  # to be dropped at the engine's next turn
         self._learn_text(config, files)
-        self.core = EngineCore(config, files)
+        self.core = EngineCore(config, files, more_parts=more_parts)
         self.config = self.core.config
 
     def _learn_text(self, config: EngineConfig, files: CheckpointFiles) -> None:

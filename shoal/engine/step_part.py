@@ -1,6 +1,6 @@
 """`StepPart`: what an engine may have in addition to its core, such as lower tiers or grammars; `Parts`: the
 parts of one engine, in order. engine/step_loop.py calls them around steps, engine/lifecycle around sleep and
-new weights; engine/core.py builds them.
+new weights; engine/core.py builds them. How to add one: docs/howto/step-part.md.
 """
 
 from __future__ import annotations

@@ -507,11 +507,10 @@ class Scheduler:
         keeps it waiting, until its prefetch request holds its blocks, or while another sequence computes its
         prefix.
         """
-        index = 0
-        while index < len(self.waiting) and self._free_rows and not budget.is_spent:
-            seq = self.waiting[index]
+        if not self._free_rows or budget.is_spent:
+            return
+        for seq in list(self.waiting):
             if not self._may_start(seq) or seq.request.continues in self._prefetches:
-                index += 1
                 continue
             if seq.num_pending:
                 break  # it was preempted while a step in flight samples its token, which it needs to start
@@ -519,7 +518,6 @@ class Scheduler:
                 break
             hits = self.blocks.find(seq)
             if self.blocks.is_coming(seq, len(hits)):
-                index += 1
                 continue
             num_cached = len(hits) * self._block_size
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
@@ -528,13 +526,14 @@ class Scheduler:
             if not self._start(seq, hits, num_cached):
                 break
             seq.status = FETCHING  # a source's lookup must not count it as a prompt that is computed
-            if self.blocks.fetch(seq):
-                continue
-            seq.status = PREFILL
-            if seq.request.fetches_only:
-                self._hold(seq)
-            else:
-                self._schedule_chunk(scheduled, seq, num_tokens, budget)
+            if not self.blocks.fetch(seq):
+                seq.status = PREFILL
+                if seq.request.fetches_only:
+                    self._hold(seq)
+                else:
+                    self._schedule_chunk(scheduled, seq, num_tokens, budget)
+            if not self._free_rows or budget.is_spent:
+                break
 
     def _may_start(self, seq: Sequence) -> bool:
         # A generator would take twice as long, and long queues are asked in each step.

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
+from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, UnavailableError
@@ -340,6 +342,23 @@ def test_an_interrupt_while_the_other_model_is_built_leaves_the_old_one(build, f
     llm.update_weights(other)
     llm.wake_up()
     assert ids_of(llm) == of_the_oracle(other)
+
+
+def test_no_call_reaches_tiers_whose_memory_was_given_back(build, folder, other, monkeypatch):
+    """Regression: the core dropped its own reference to the tiers, and its step loop kept another."""
+    llm = build(folder, kv_host_bytes=4 << 20)
+    llm.sleep(level=2)
+    core, calls, close = llm.core, [], Ranks.close
+
+    def close_after_a_tick(ranks):
+        if ranks is core.ranks:
+            core.tick()
+        close(ranks)
+
+    monkeypatch.setattr(KvTiers, "tick", lambda tiers: bool(calls.append(tiers)))
+    monkeypatch.setattr(Ranks, "close", close_after_a_tick)
+    llm.update_weights(other)
+    assert llm.core is not core and not calls
 
 
 @pytest.mark.parametrize("owner, name", [(StepLoop, "report"), (KvPeers, "close")])
