@@ -168,7 +168,8 @@ def _best_values(
     logits_V: torch.Tensor, first: int, temperature: float, top_k: int, keys: tuple[int, int]
 ) -> Parts:
     """The largest values of a rank that hold `top_k` tokens, and the best token of each."""
-    last = logits_V.topk(min(top_k, len(logits_V))).values[-1]
+    # Any parts do for a row that needs more than parts: it is drawn again, as a whole.
+    last = logits_V.topk(min(max(top_k, 1), PARTS, len(logits_V))).values[-1]
     ids = ((logits_V >= last) & (logits_V > -math.inf)).nonzero().squeeze(1)
     kept = logits_V[ids]
     scores = gumbel(*keys, (first + ids).int()) + kept / temperature

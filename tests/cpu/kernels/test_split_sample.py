@@ -104,6 +104,18 @@ def test_parts_suffice_for_greedy_rows_and_plain_ones_and_a_small_top_k():
         assert needs_whole_row(1.0, *filters)
 
 
+@pytest.mark.parametrize("ops", [cpu_ops, triton_ops], ids=["cpu", "triton"])
+def test_rows_that_need_more_than_parts_get_some_token_and_change_no_other(ops):
+    """A step draws for all its rows, and again for these, from whole rows."""
+    filters = [(1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (1.0, 3 * PARTS, 1.0, 0.0), (0.8, 3, 1.0, 0.0)]
+    table = make_table(filters, [1, 2, 3, 4])
+    rows, positions = torch.arange(4, dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
+    logits = torch.randn(4, 900, generator=torch.Generator().manual_seed(6))
+    tokens, state = split_sample(ops, logits, 3, rows, positions, table)
+    assert (tokens >= 0).all() and (tokens < 900).all() and state[:4, Field.POSITION].tolist() == [10] * 4
+    assert tokens[3] == whole_draw(logits, rows, positions, table)[0][3]
+
+
 def test_a_vocabulary_too_small_for_the_ranks_is_refused():
     attention = AttentionKind(num_heads=8, num_kv_heads=8, head_dim=2, scale=1.0, rope=RopeConfig())
     config = SimpleNamespace(layers=(LayerKind(attention),), intermediate_size=8, vocab_size=5)
