@@ -28,7 +28,6 @@ CPU_SEQS, FEW_SEQS, MANY_SEQS = 64, 256, 1024  # the defaults of max_num_seqs
 LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
-PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
 ALIASES = {"half": "float16", "float": "float32"}
@@ -151,10 +150,9 @@ def _check_memory(
     block_bytes = cache_spec(config, model).block_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
-    state = row + PENALTY_BYTES * model.vocab_size
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
-        ("max_num_seqs", config.max_num_seqs, state, "for each sequence's state"),
+        ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
         ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize, "for each token of a step"),
         ("num_gpu_blocks_override", config.num_gpu_blocks_override, block_bytes, "for each KV block"),
         ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, ""),

@@ -158,7 +158,12 @@ class StepLoop:
         runner = self.ranks.runner
         several = self.ranks.size > 1
         return BatchBuilder(
-            runner.layout, self._block_size, runner.share_from, runner.mixed_shapes, splits_sampling=several
+            runner.layout,
+            self._block_size,
+            runner.share_from,
+            runner.mixed_shapes,
+            runner.whole_row_sizes,
+            splits_sampling=several,
         )
 
     def _complete(self, step: InFlight) -> list[Output]:

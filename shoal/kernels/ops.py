@@ -2,7 +2,8 @@
 has them all, and an engine chooses one of these modules. reference.py describes what each function does.
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
-intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence.
+intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence ·
+K samples from whole rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.sampling.row_options import RowOptions
 
 if TYPE_CHECKING:  # It needs Triton.
     from shoal.kernels.moe.packed_moe import PackedExperts
@@ -82,6 +84,35 @@ class Ops(Protocol):
         positions_S: torch.Tensor,
         table: torch.Tensor,
         out_tokens_S: torch.Tensor,
+    ) -> None: ...
+
+    def take_rows(self, logits_SV: torch.Tensor, samples_K: torch.Tensor, out_KV: torch.Tensor) -> None: ...
+
+    def remember_last(self, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions) -> None: ...
+
+    def keep_allowed(self, logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOptions) -> None: ...
+
+    def add_bias(self, logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOptions) -> None: ...
+
+    def penalize(
+        self, logits_KV: torch.Tensor, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions
+    ) -> None: ...
+
+    def ban_stops(
+        self, logits_KV: torch.Tensor, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions
+    ) -> None: ...
+
+    def ban_words(
+        self, logits_KV: torch.Tensor, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions
+    ) -> None: ...
+
+    def set_last(
+        self,
+        samples_K: torch.Tensor,
+        rows_K: torch.Tensor,
+        tokens_K: torch.Tensor,
+        sampled_S: torch.Tensor,
+        options: RowOptions,
     ) -> None: ...
 
     def sample_parts(

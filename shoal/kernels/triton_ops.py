@@ -7,25 +7,39 @@ from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
+from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
+from shoal.kernels.sampling.bad_words_triton import ban_words
+from shoal.kernels.sampling.logit_bias_triton import add_bias
+from shoal.kernels.sampling.min_tokens_triton import ban_stops
+from shoal.kernels.sampling.penalties_triton import penalize
 from shoal.kernels.sampling.sample import sample
 from shoal.kernels.sampling.split_sample_triton import join_parts, sample_parts
+from shoal.kernels.sampling.token_history_triton import remember_last, set_last, take_rows
 
 __all__ = [
+    "add_bias",
     "add_norm_linear",
     "add_rms_norm",
     "apply_updates",
+    "ban_stops",
+    "ban_words",
     "begin_decode",
     "copy_ints",
     "embed",
     "join_parts",
+    "keep_allowed",
     "keep_bits",
     "linear",
     "linear_add",
     "linear_silu_mul",
     "moe",
+    "penalize",
     "qk_norm_rope_store",
+    "remember_last",
     "rms_norm",
     "sample",
     "sample_parts",
+    "set_last",
     "silu_mul",
+    "take_rows",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.kernels.ops import Ops
-from shoal.kernels.sampling.logits import Columns
+from shoal.kernels.sampling.logprobs import Columns
 from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.parallel import TensorParallel

@@ -214,7 +214,7 @@ def test_hundreds_of_sequences_at_once_get_the_oracles_tokens(eager, root, build
 def test_graphs_keep_no_memory_for_their_outputs(build):
     """Each decode graph has logits, which together would be a tenth of a large card."""
     runner = build("qwen3", max_num_seqs=512).core.ranks.runner
-    sizes = [graph.output.nbytes for graph in runner.steps.decode_graphs.graphs.values()]
+    sizes = [graph.outputs[0].nbytes for graph in runner.steps.decode_graphs.graphs.values()]
     runner.drop_graphs()
     before = torch.cuda.memory_allocated()
     with torch.inference_mode():

@@ -9,6 +9,7 @@ any sequence computes its prompt, the step's tokens follow. There is no torch he
 from __future__ import annotations
 
 import functools
+from collections import abc
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from enum import IntEnum
@@ -18,6 +19,7 @@ import numpy as np
 from shoal.engine.runner.decode_groups import DecodeGroups
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
+from shoal.kernels.sampling.row_options import Option, pack_record
 from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import (
     FIELDS,
@@ -46,9 +48,9 @@ class Header(IntEnum):
     MAX_KV_LEN = 5
     DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
-    # Tokens are sampled once more, from whole rows of logits: a request needs options that state rows lack,
-    # or more than ranks exchange (kernels/sampling/split_sample.py).
-    SAMPLES_WHOLE_ROWS = 8
+    # Samples that are drawn once more, from whole rows of logits: a request needs options that state rows
+    # lack, or more than ranks exchange (kernels/sampling/split_sample.py).
+    NUM_WHOLE_ROWS = 8
     NUM_PROMPT_LOGITS = 9  # prompt tokens whose logits are requested
     NUM_GROUPS = 10  # groups of decodes that share a prefix
     # The most log-probabilities that a sample, or a prompt, of the step asks for, as `encode_count` writes
@@ -61,6 +63,7 @@ class Header(IntEnum):
     GRAPH_SAMPLES = 15
     GRAPH_SHARING = 16
     PROMPT_LOGPROBS = 17
+    WHOLE_ROWS_SIZE = 18  # the ints that describe whole rows, padding included
 
 
 HEADER_SIZE = 32
@@ -139,7 +142,8 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
     if header[Header.GRAPH_TOKENS]:
         tokens, samples = int(header[Header.GRAPH_TOKENS]), int(header[Header.GRAPH_SAMPLES])
         seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
-    sizes = {"addresses": updates, "values": updates}
+    whole_rows = int(header[Header.WHOLE_ROWS_SIZE])
+    sizes = {"whole_rows": whole_rows, "addresses": updates, "values": updates}
     if not header[Header.DECODE_ONLY]:
         sizes |= {
             "token_ids": tokens,
@@ -200,13 +204,46 @@ def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
+class WholeRow(IntEnum):
+    """The int32s that describe a sample that is drawn from a whole row of logits. All are -1 for padding."""
+
+    SAMPLE = 0  # its index among the step's samples
+    ROW = 1  # its state row
+    POSITION = 2  # the position of the last token before it
+    OPTIONS = 3  # the state row if that has options (kernels/sampling/row_options.py), else -1
+
+
+# Whole rows are drawn in chunks of at most this number, so that they need little memory.
+MOST_WHOLE_ROWS = 64
+
+
+def whole_row_chunks(num_rows: int, sizes: abc.Sequence[int]) -> list[int]:
+    """Returns the sizes of the chunks of a step with `num_rows` whole rows, padding included. `sizes`: what a
+    chunk may have, small to large."""
+    chunks = [sizes[-1]] * (num_rows // sizes[-1])
+    if rest := num_rows % sizes[-1]:
+        chunks.append(next(size for size in sizes if size >= rest))
+    return chunks
+
+
+def _pack_whole_rows(rows: list[tuple[int, int, int, int]], sizes: abc.Sequence[int]) -> np.ndarray:
+    """The section of these whole rows: chunk after chunk, the columns of WholeRow one after the other."""
+    chunks = whole_row_chunks(len(rows), sizes)
+    padded = np.full((sum(chunks), len(WholeRow)), -1, np.int32)
+    padded[: len(rows)] = rows
+    parts = np.split(padded, np.cumsum(chunks)[:-1])
+    return np.concatenate([part.T.ravel() for part in parts])
+
+
 @dataclass(slots=True)
-class PenaltyRow:
-    """The penalties of a state row start from these tokens."""
+class RowStart:
+    """The options of a sequence that has just got its state row. `tokens` is empty if no option reads
+    them."""
 
     row: int
-    prompt_ids: list[int]
-    output_ids: list[int]
+    record: np.ndarray  # kernels/sampling/row_options.py
+    tokens: list[int]
+    block_ids: list[int]  # the blocks that the tokens fill
 
 
 @dataclass(slots=True)
@@ -215,12 +252,7 @@ class SamplerOptions:
     an index into the step's samples. Tokens banned or allowed for a sample with a grammar are in its mask
     alone."""
 
-    bias: list[tuple[int, int, float]] = field(default_factory=list)  # sample, token id, bias
-    banned: list[tuple[int, int]] = field(default_factory=list)  # sample, token id
-    allowed: list[tuple[int, list[int]]] = field(default_factory=list)  # sample, token ids
-    # sample, row, repetition, presence, frequency
-    penalties: list[tuple[int, int, float, float, float]] = field(default_factory=list)
-    new_penalty_rows: list[PenaltyRow] = field(default_factory=list)
+    starts: list[RowStart] = field(default_factory=list)
     grammars: list[GrammarRow] = field(default_factory=list)
     # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
@@ -228,13 +260,16 @@ class SamplerOptions:
     # samples with log-probabilities whose tokens are restricted by top_k, top_p or min_p
     filtered: list[int] = field(default_factory=list)
 
-    @property
-    def shapes_logits(self) -> bool:
-        """True if tokens must be sampled again, from logits that these extras change."""
-        return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
-
     def __bool__(self) -> bool:
-        return self.shapes_logits or bool(self.new_penalty_rows or self.embeds or self.filtered)
+        return bool(self.starts or self.grammars or self.embeds or self.filtered)
+
+
+class SampledFrom(IntEnum):
+    """From what the sequence of a state row is sampled."""
+
+    PARTS = 0  # from the logits of each rank
+    WHOLE_ROW = 1
+    OPTIONS = 2  # from a whole row that its options change
 
 
 class BatchBuilder:
@@ -246,11 +281,13 @@ class BatchBuilder:
         block_size: int,
         share_from: int | None = None,
         mixed_shapes: Iterable[MixedShape] = (),
+        whole_row_sizes: abc.Sequence[int] = range(1, MOST_WHOLE_ROWS + 1),
         splits_sampling: bool = False,
     ) -> None:
         """`share_from`: the fewest decodes for which prefix groups are formed; None: never. `mixed_shapes`:
-        shapes of the captured mixed steps, small to large. `splits_sampling`: several ranks sample
-        together."""
+        shapes of the captured mixed steps, small to large. `whole_row_sizes`: sizes of the chunks in which
+        whole rows are drawn, small to large. `splits_sampling`: several ranks sample together."""
+        self.whole_row_sizes = whole_row_sizes
         self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
@@ -264,8 +301,7 @@ class BatchBuilder:
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
-        # rows that several ranks sample from whole rows of logits
-        self.whole_rows = [False] * layout.num_rows
+        self.sampled_from = [SampledFrom.PARTS] * layout.num_rows
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
         """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
@@ -273,7 +309,8 @@ class BatchBuilder:
         addresses: list[int] = []
         values: list[int] = []
         options = SamplerOptions()
-        sample, whole = 0, False
+        sample = 0
+        whole: list[tuple[int, int, int, int]] = []  # the fields of WholeRow
         num_logprobs: int | None = None
         num_prompt_logprobs: int | None = None
         for entry in plan.scheduled:
@@ -289,7 +326,10 @@ class BatchBuilder:
                 if entry.seq.special:
                     self._sample_options(entry, sample, options)
                     num_logprobs = _more(num_logprobs, entry.seq.request.params.logprobs)
-                whole |= self.whole_rows[entry.row]
+                if kind := self.sampled_from[entry.row]:
+                    last = entry.start + entry.num_tokens - 1
+                    has_options = kind == SampledFrom.OPTIONS
+                    whole.append((sample, entry.row, last, entry.row if has_options else -1))
                 sample += 1
         decode_only = plan.num_decodes == len(plan.scheduled)
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
@@ -306,14 +346,18 @@ class BatchBuilder:
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.SAMPLES_WHOLE_ROWS] = options.shapes_logits or whole
         header[Header.NUM_GROUPS] = self.num_groups
         header[Header.LOGPROBS] = encode_count(num_logprobs)
         header[Header.PROMPT_LOGPROBS] = encode_count(num_prompt_logprobs)
         sections = {
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
+            "whole_rows": np.zeros(0, np.int32),
         }
+        if whole:
+            sections["whole_rows"] = _pack_whole_rows(whole, self.whole_row_sizes)
+            header[Header.NUM_WHOLE_ROWS] = len(whole)
+            header[Header.WHOLE_ROWS_SIZE] = len(sections["whole_rows"])
         if not decode_only:
             sections |= self._token_sections(plan)
             header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])
@@ -345,9 +389,7 @@ class BatchBuilder:
                 # know it.
                 self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
             params = seq.request.params
-            self.whole_rows[row] = self.splits_sampling and needs_whole_row(
-                params.temperature, params.top_k, params.top_p, params.min_p
-            )
+            self.sampled_from[row] = self._start_options(seq, row, options)
             low, high = seed_words(params.seed or 0)
             addresses.extend(range(base, base + len(Field)))  # The values are in the order of Field.
             values.extend(
@@ -362,16 +404,25 @@ class BatchBuilder:
                     float_bits(params.min_p),
                 )
             )
-            if params.has_penalties:
-                prompt = seq.num_prompt_tokens
-                options.new_penalty_rows.append(
-                    PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:])
-                )
         sent, blocks = self.num_sent[row], seq.block_ids
         if sent < len(blocks):
             addresses.extend(range(base + FIELDS + sent, base + FIELDS + len(blocks)))
             values.extend(blocks[sent:])
             self.num_sent[row] = len(blocks)
+
+    def _start_options(self, seq: Sequence, row: int, options: SamplerOptions) -> SampledFrom:
+        """Sends the options of a sequence that has just got its row. Returns from what it is sampled."""
+        params = seq.request.params
+        if not seq.request.embed and (record := _record_of(seq)) is not None:
+            tokens = seq.token_ids if record[Option.READS_HISTORY] else []
+            blocks = seq.block_ids[: -(-len(tokens) // self.block_size)]
+            options.starts.append(RowStart(row, record, list(tokens), list(blocks)))
+            return SampledFrom.OPTIONS
+        whole = params.structured_outputs is not None or (
+            self.splits_sampling
+            and needs_whole_row(params.temperature, params.top_k, params.top_p, params.min_p)
+        )
+        return SampledFrom.WHOLE_ROW if whole else SampledFrom.PARTS
 
     def _update_active(
         self, decode_rows: np.ndarray, size: int, addresses: list[int], values: list[int]
@@ -456,32 +507,42 @@ class BatchBuilder:
         has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
             options.filtered.append(sample)
-        if params.logit_bias:
-            options.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
-        banned: list[int] = []
-        if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
-            banned.extend(entry.seq.stop_ids)
-        for word in request.bad_word_ids:
-            before = len(word) - 1  # the answer's last tokens decide, never the prompt's
-            at = len(entry.seq.token_ids) - before
-            if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
-                banned.append(word[-1])
         if entry.seq.grammar is not None:
+            banned = _banned_now(entry)
             options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
-        else:
-            options.banned.extend((sample, token_id) for token_id in banned)
-            if params.allowed_token_ids is not None:
-                options.allowed.append((sample, params.allowed_token_ids))
-        if params.has_penalties:
-            options.penalties.append(
-                (
-                    sample,
-                    entry.row,
-                    params.repetition_penalty,
-                    params.presence_penalty,
-                    params.frequency_penalty,
-                )
-            )
+
+
+def _record_of(seq: Sequence) -> np.ndarray | None:
+    """Returns the record of a sequence's options. None: it has none. The mask of a grammar holds what is
+    banned and allowed, too, so that tokens remain that fit all of them."""
+    request, params = seq.request, seq.request.params
+    in_mask = seq.grammar is not None
+    has_limits = request.bad_word_ids or params.min_tokens or params.allowed_token_ids is not None
+    if not (params.has_penalties or params.logit_bias or (has_limits and not in_mask)):
+        return None
+    return pack_record(
+        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        num_prompt=seq.num_prompt_tokens,
+        last=seq.token_ids[-1],
+        min_end=0 if in_mask else seq.num_prompt_tokens + params.min_tokens,
+        stops=sorted(seq.stop_ids),
+        allowed=[] if in_mask else params.allowed_token_ids or [],
+        bias=params.logit_bias or {},
+        words=() if in_mask else request.bad_word_ids,
+    )
+
+
+def _banned_now(entry: ScheduledSeq) -> list[int]:
+    """Returns the tokens that min_tokens and bad words ban from a sequence's next sample."""
+    seq, request, banned = entry.seq, entry.seq.request, list[int]()
+    if entry.start + entry.num_tokens - seq.num_prompt_tokens < request.params.min_tokens:
+        banned.extend(seq.stop_ids)
+    for word in request.bad_word_ids:
+        before = len(word) - 1  # the answer's last tokens decide, never the prompt's
+        at = len(seq.token_ids) - before
+        if at >= seq.num_prompt_tokens and tuple(seq.token_ids[at:]) == word[:-1]:
+            banned.append(word[-1])
+    return banned
 
 
 def num_prompt_targets(entry: ScheduledSeq) -> int:

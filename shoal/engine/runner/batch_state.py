@@ -26,7 +26,8 @@ class BatchState:
         self.tokens_B = torch.zeros(size, dtype=torch.int32, device=device)
         self.positions_B = torch.zeros(size, dtype=torch.int32, device=device)
         self.kv_lens_B = torch.zeros(size, dtype=torch.int32, device=device)
-        self.sampled_S = torch.zeros(size, dtype=torch.int32, device=device)  # the tokens of the last step
+        # The tokens of the last step, and one that is nobody's: what is written at index -1 ends up there.
+        self.sampled_S = torch.zeros(size + 1, dtype=torch.int32, device=device)
         # In a decode step sequence i has token i.
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32, device=device)
 

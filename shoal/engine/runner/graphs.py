@@ -42,7 +42,7 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     # What the captured launch returned. Every replay of a graph of the pool overwrites it, because the memory
     # is not kept for it: logits of a thousand rows take hundreds of megabytes, in each of dozens of graphs.
-    output: torch.Tensor
+    outputs: tuple[torch.Tensor, ...]
 
     def replay(self) -> None:
         self.graph.replay()
@@ -54,7 +54,7 @@ class StepGraphs(Generic[Key]):
 
     def __init__(
         self,
-        launch: Callable[[Key], torch.Tensor],
+        launch: Callable[[Key], tuple[torch.Tensor, ...]],
         keys: Sequence[Key],
         rehearsal: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -93,8 +93,8 @@ class StepGraphs(Generic[Key]):
     def _capture_one(self, key: Key, pool: Any) -> StepGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            output = self.launch(key)
-        return StepGraph(graph, _unowned(output))
+            outputs = self.launch(key)
+        return StepGraph(graph, tuple(map(_unowned, outputs)))
 
 
 class _Memory:
@@ -116,15 +116,15 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
-    """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
-    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step.
-    Beyond FINE_SHARING rows every other size is captured with `sharing`, counted down from MANY and from the
-    largest, because a batch that shares prefixes gains more by that than it loses by padding, and each graph
-    lengthens the start."""
+    """Keys are (rows, sharing), the output is logits, [rows, V]. Sizes from `share_from` on are captured
+    twice, without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a
+    step. Beyond FINE_SHARING rows every other size is captured with `sharing`, counted down from MANY and
+    from the largest, because a batch that shares prefixes gains more by that than it loses by padding, and
+    each graph lengthens the start."""
 
     def __init__(
         self,
-        decode: Callable[[tuple[int, bool]], torch.Tensor],
+        decode: Callable[[tuple[int, bool]], tuple[torch.Tensor, ...]],
         sizes: list[int],
         share_from: int | None,
         rehearsal: Callable[[], AbstractContextManager[None]],

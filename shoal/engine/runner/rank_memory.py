@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.runner.sampling import LogitShaper
+from shoal.engine.runner.whole_rows import WholeRowSampler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.memory.regions import Regions as VirtualRegions
 from shoal.stats import MemoryReport
@@ -32,8 +32,8 @@ MADV_DONTNEED = 4
 class RankMemory:
     """One rank's part in sleep, which engine/lifecycle/sleep.py commands."""
 
-    def __init__(self, regions: Regions, shaper: LogitShaper, device: torch.device) -> None:
-        self.regions, self.shaper, self.device = regions, shaper, device
+    def __init__(self, regions: Regions, whole_rows: WholeRowSampler, device: torch.device) -> None:
+        self.regions, self.whole_rows, self.device = regions, whole_rows, device
 
     def release(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying the memory of the tags in `kept` to the host. A tag
@@ -43,7 +43,7 @@ class RankMemory:
         with not_now():
             report = self.regions.release(list(tags), list(kept))
         if "kv_cache" in tags:
-            self.shaper.forget()  # every sequence has released its row
+            self.whole_rows.forget()  # every sequence has released its row
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the activations of the largest step
         return report | self.regions.in_use()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +22,7 @@ from shoal.config import ResolvedConfig
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header, SamplerOptions
 from shoal.engine.runner.batch_state import BatchState
-from shoal.engine.runner.graphs import (
-    DecodeGraphs,
-    StepGraphs,
-    decode_sizes,
-    mixed_shapes,
-    most_captured_tokens,
-)
+from shoal.engine.runner.graphs import decode_sizes, mixed_shapes, most_captured_tokens
 from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import RankExport, decode, read_export
@@ -37,9 +30,10 @@ from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_weights import RankWeights
-from shoal.engine.runner.sampling import LogitShaper, Sampler
+from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
-from shoal.engine.runner.steps import StepResult, Steps
+from shoal.engine.runner.steps import Graphs, StepResult, Steps
+from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
 from shoal.errors import CheckpointError
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
@@ -139,14 +133,19 @@ class ModelRunner:
         # small copies would wait. There a kernel makes them.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
         buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
-        self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
+        # Sizes of the chunks in which a step draws from whole rows, small to large.
+        self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
+        with self._regions.holding("kv_cache"):
+            self.whole_rows = WholeRowSampler(
+                ops, tp, self.state, self.model.lm_head, copy, self.whole_row_sizes, config.block_size
+            )
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
         self.cache = KvCache(spec, windows, scales_L2G, self.device, is_shared)
         self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
-            ops, tp, self.state, self.shaper, self.model.lm_head, processes_logprobs=processes_logprobs
+            ops, tp, self.state, self.whole_rows, self.model.lm_head, processes_logprobs=processes_logprobs
         )
         self.steps = Steps(
             self.model,
@@ -154,6 +153,7 @@ class ModelRunner:
             self.state,
             self.cache,
             self.sampler,
+            self.whole_rows,
             buffers,
             self.layer_events,
             self.mixed_shapes,
@@ -165,7 +165,7 @@ class ModelRunner:
         # the function whenever it needs them, because `allocate` makes another cache later.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
-        self.memory = RankMemory(self._regions, self.shaper, self.device)
+        self.memory = RankMemory(self._regions, self.whole_rows, self.device)
         self.weights = RankWeights(self.model, tp, self.device)
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
@@ -230,21 +230,17 @@ class ModelRunner:
         query_len = min(self.max_num_tokens // num_seqs, self.max_model_len)
         with self.model.one_layer_of_each_kind():
             logits_SV = self.steps.rehearse(num_seqs, query_len)
-        # The rare requests that ask for more must find room too.
+        # The rare requests that ask for log-probabilities must find room too.
         rows_S = torch.arange(num_seqs, device=self.device)
-        self.sampler.logprobs(
-            logits_SV, rows_S, 1, SamplerOptions(banned=[(0, 0)], filtered=[*range(num_seqs)])
-        )
-        logits_SV = self.model.lm_head.whole(logits_SV)
-        if self.tp.rank == 0:
-            logits_SV = self.shaper.shape(logits_SV, SamplerOptions(banned=[(0, 0)]))
+        self.sampler.logprobs(logits_SV, rows_S, 1, None, filtered=[*range(num_seqs)])
         del logits_SV
         self.steps.rehearse_longest(self.max_num_tokens)
         self.state.reset()
         graph_bytes = 0
         if not self.config.enforce_eager:
             graph_bytes = sum(graphs.measure() for graphs in self._new_graphs())
-        return (self._share.room(graph_bytes) - self.shaper.reserved_bytes) // self.cache.spec.block_bytes
+        block_bytes = self.cache.spec.block_bytes + self.whole_rows.bytes_of_block(self.config.block_size)
+        return self._share.room(graph_bytes) // block_bytes
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
@@ -252,6 +248,7 @@ class ModelRunner:
         torch.OutOfMemoryError."""
         with self._regions.holding("kv_cache"):
             self.cache.allocate(num_blocks)
+            self.whole_rows.allocate(num_blocks)
         self.state.reset()
         if self.device.type == "cuda":
             self._prepare_steps()
@@ -273,7 +270,7 @@ class ModelRunner:
         self.steps.rehearse_eager(self.max_num_seqs, self.max_num_tokens)
         self.state.reset()
 
-    def _new_graphs(self) -> tuple[DecodeGraphs, StepGraphs[Any]]:
+    def _new_graphs(self) -> Graphs:
         sizes = decode_sizes(self.config.cudagraph_capture_sizes, self.max_num_seqs)
         return self.steps.new_graphs(sizes, self.share_from)
 
@@ -342,7 +339,7 @@ class ModelRunner:
     # The end
 
     def drop_graphs(self) -> None:
-        self.steps.decode_graphs = self.steps.mixed_graphs = None
+        self.steps.drop_graphs()
         gc.collect()
 
     def exit(self) -> None:
@@ -358,8 +355,8 @@ class ModelRunner:
 
     def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
-        del self.model, self.state, self.shaper, self.cache, self.steps, self.memory, self.weights, self._kv
-        del self._peers
+        del self.model, self.state, self.whole_rows, self.sampler, self.cache, self.steps, self.memory
+        del self.weights, self._kv, self._peers
         gc.collect()
         self._regions.close()
         if self.device.type == "cuda":

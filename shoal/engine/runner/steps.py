@@ -41,16 +41,10 @@ from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
-from shoal.engine.runner.sampling import (
-    LogprobTensors,
-    Sampler,
-    concatenate,
-    logprobs,
-    row_slices,
-    start_copy,
-    unit_rows,
-)
+from shoal.engine.runner.sampling import LogprobTensors, Sampler, concatenate, logprobs, row_slices, unit_rows
+from shoal.engine.runner.small_ops import start_copy
 from shoal.engine.runner.step_buffers import StepBuffers
+from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 from shoal.models.decoder import AfterLayer, Decoder
@@ -63,6 +57,9 @@ CUTS = 32, 64, 128, 192, 256, 1024, 2048
 LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500
 SHORT_PROMPT = 17  # tokens of each sequence of a large step; their sum is odd or even, as in real steps
 POLL_S = 20e-6
+
+# The graphs of decode steps, of mixed steps, and of chunks of whole rows.
+Graphs = tuple[DecodeGraphs, StepGraphs[MixedShape], StepGraphs[int]]
 
 
 @dataclass(slots=True)
@@ -100,6 +97,12 @@ class Outcome:
     hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
     rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
+    whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
+
+
+def samples_parts(header: np.ndarray) -> bool:
+    """False if all samples are drawn from whole rows, and a draw before that would be for nothing."""
+    return bool(header[Header.NUM_WHOLE_ROWS] < header[Header.NUM_SAMPLES])
 
 
 class Steps:
@@ -112,6 +115,7 @@ class Steps:
         state: BatchState,
         cache: KvCache,
         sampler: Sampler,
+        whole_rows: WholeRowSampler,
         buffers: StepBuffers,
         layer_events: LayerEvents,
         mixed_shapes: list[MixedShape],
@@ -120,7 +124,8 @@ class Steps:
         """`mixed_shapes`: shapes that graphs capture, small to large."""
         self.model, self.ops = model, ops
         self.state, self.cache = state, cache
-        self.sampler, self.buffers, self.layer_events = sampler, buffers, layer_events
+        self.sampler, self.whole_rows = sampler, whole_rows
+        self.buffers, self.layer_events = buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
         size = max((end for shape in mixed_shapes for _, end in token_spans(shape).values()), default=0)
         # The static buffer that captured mixed steps read.
@@ -138,21 +143,26 @@ class Steps:
         sections: dict[str, torch.Tensor] = {}
         self.buffers.begin_step()
         # Most decode steps of a small batch send nothing.
-        if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:
+        num_whole_rows = int(header[Header.NUM_WHOLE_ROWS])
+        if header[Header.NUM_UPDATES] or num_whole_rows or not header[Header.DECODE_ONLY]:
             on_device, spans = self.buffers.upload(packed), section_spans(header)
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
         if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
         if options is not None:
-            self.sampler.shaper.start_rows(options)
+            self.whole_rows.start_rows(options)
         after_layer = self.layer_events.end_layer if self.layer_events.begin_step() else None
         if header[Header.DECODE_ONLY]:
-            outcome = self._run_decode(header, options, after_layer)
+            outcome = self._run_decode(header, after_layer)
         elif header[Header.GRAPH_TOKENS]:
             inputs = on_device[spans["token_ids"][0] :]
-            outcome = self._run_captured_mixed(header, inputs, sections, options, after_layer)
+            outcome = self._run_captured_mixed(header, inputs, sections, after_layer)
         else:
-            outcome = self._run_mixed(packed, sections, options, after_layer)
+            outcome = self._run_mixed(packed, sections, after_layer)
+        if num_whole_rows and outcome.logits_SV is not None:
+            on_host = packed[slice(*spans["whole_rows"])]
+            outcome.whole_rows = StepWholeRows(sections["whole_rows"], on_host, num_whole_rows, options)
+            self.whole_rows.draw(outcome.logits_SV, outcome.whole_rows)
         return self._collect(header, outcome, options)
 
     def _collect(self, header: np.ndarray, outcome: Outcome, options: SamplerOptions | None) -> StepResult:
@@ -164,10 +174,10 @@ class Steps:
             embeddings = unit_rows(outcome.hidden_SD, options.embeds)
         if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
             logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
-            if (found := self.sampler.logprobs(logits_SV, rows_S, num_logprobs, options)) is not None:
+            filtered = options.filtered if options is not None else []
+            found = self.sampler.logprobs(logits_SV, rows_S, num_logprobs, outcome.whole_rows, filtered)
+            if found is not None:
                 chosen = found.to_host()
-        if options is not None:
-            self.sampler.shaper.count(self.state.sampled_S, options)
         if outcome.prompt_logprobs is not None:
             prompt = outcome.prompt_logprobs.to_host()
         if embeddings is not None:
@@ -177,9 +187,7 @@ class Steps:
 
     # Decode
 
-    def _run_decode(
-        self, header: np.ndarray, options: SamplerOptions | None, after_layer: AfterLayer | None
-    ) -> Outcome:
+    def _run_decode(self, header: np.ndarray, after_layer: AfterLayer | None) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
         num_rows = int(header[Header.NUM_DECODES])
         sharing = bool(header[Header.NUM_GROUPS])
@@ -191,13 +199,10 @@ class Steps:
             graph.replay()
             if after_layer is not None:
                 self.layer_events.end_graph()
-            logits_SV = graph.output
+            [logits_SV] = graph.outputs
         else:
-            samples = not header[Header.SAMPLES_WHOLE_ROWS]
+            samples = samples_parts(header)
             logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples)
-        if header[Header.SAMPLES_WHOLE_ROWS]:
-            rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
-            self.sampler.sample_whole_rows(logits_SV, rows_B, positions_B, options)
         return Outcome(logits_SV, rows_S=self.state.active_B[:num_rows])
 
     def decode(
@@ -234,11 +239,7 @@ class Steps:
     # Mixed
 
     def _run_mixed(
-        self,
-        packed: np.ndarray,
-        sections: dict[str, torch.Tensor],
-        options: SamplerOptions | None,
-        after_layer: AfterLayer | None,
+        self, packed: np.ndarray, sections: dict[str, torch.Tensor], after_layer: AfterLayer | None
     ) -> Outcome:
         header = packed[:HEADER_SIZE]
         spans = section_spans(header)
@@ -277,9 +278,7 @@ class Steps:
             hidden_SD = self.model(step, self.cache.layers, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
-        if header[Header.SAMPLES_WHOLE_ROWS]:
-            self.sampler.sample_whole_rows(logits_SV, rows_S, positions_S, options)
-        else:
+        if samples_parts(header):
             self.sampler.sample(logits_SV, rows_S, positions_S)
         return Outcome(logits_SV, hidden_SD, prompt_logprobs, rows_S)
 
@@ -303,7 +302,6 @@ class Steps:
         header: np.ndarray,
         inputs: torch.Tensor,
         sections: dict[str, torch.Tensor],
-        options: SamplerOptions | None,
         after_layer: AfterLayer | None,
     ) -> Outcome:
         """`inputs`: the sections that describe tokens, contiguous, as `mixed_inputs` takes them."""
@@ -314,20 +312,12 @@ class Steps:
         graph.replay()
         if after_layer is not None:
             self.layer_events.end_graph()
-        hidden_SD = graph.output[:num_samples]
-        logits_SV = None
-        rows_S = sections["sample_rows"][:num_samples]
-        if header[Header.SAMPLES_WHOLE_ROWS] or header[Header.LOGPROBS]:
-            logits_SV = self.model.logits(hidden_SD)
-        if header[Header.SAMPLES_WHOLE_ROWS] and logits_SV is not None:
-            self.sampler.sample_whole_rows(
-                logits_SV, rows_S, sections["sample_positions"][:num_samples], options
-            )
-        return Outcome(logits_SV, hidden_SD, rows_S=rows_S)
+        hidden_SD, logits_SV = (output[:num_samples] for output in graph.outputs)
+        return Outcome(logits_SV, hidden_SD, rows_S=sections["sample_rows"][:num_samples])
 
-    def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
-        """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples. A graph
-        captures this."""
+    def captured_mixed(self, shape: MixedShape) -> tuple[torch.Tensor, ...]:
+        """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples, and their
+        logits. A graph captures this."""
         sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
         token_ids_T, rows_T = sections["token_ids"], sections["token_rows"]
         is_decode_T = token_ids_T < 0
@@ -349,7 +339,7 @@ class Steps:
         hidden_SD = self.model(step, self.cache.layers, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
-        return hidden_SD
+        return hidden_SD, logits_SV
 
     # Rehearsals
 
@@ -379,10 +369,11 @@ class Steps:
                 query_len = max(SHORT_PROMPT, -(-num_tokens // max_num_seqs))
                 if captured < num_tokens <= max_num_tokens and query_len <= self.max_model_len:
                     self.rehearse(num_tokens // query_len, query_len)
+        self.whole_rows.rehearse(self.rehearse(1, 1))
         self.rehearse_longest(max_num_tokens)
         flat = self.state.flat
         self.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
-        self.buffers.rehearse(self.state.sampled_S)
+        self.buffers.rehearse(self.state.sampled_S[:-1])
 
     @torch.inference_mode()
     def rehearse_longest(self, max_num_tokens: int) -> None:
@@ -393,21 +384,23 @@ class Steps:
 
     # Graphs
 
-    def new_graphs(
-        self, decode_sizes: list[int], share_from: int | None
-    ) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
-        """The graphs of both kinds, which are not captured yet."""
+    def new_graphs(self, decode_sizes: list[int], share_from: int | None) -> Graphs:
+        """The graphs of all kinds, which are not captured yet."""
         short = self.model.one_layer_of_each_kind
 
-        def decode(key: tuple[int, bool]) -> torch.Tensor:
+        def decode(key: tuple[int, bool]) -> tuple[torch.Tensor, ...]:
             num_rows, sharing = key
-            return self.decode(num_rows, self.max_model_len, sharing)
+            return (self.decode(num_rows, self.max_model_len, sharing),)
 
         mixed = StepGraphs(self.captured_mixed, self.mixed_shapes[::-1], short)
-        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed
+        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed, self.whole_rows.new_graphs()
 
-    def capture(self, graphs: tuple[DecodeGraphs, StepGraphs[MixedShape]], pool: Any) -> None:
+    def capture(self, graphs: Graphs, pool: Any) -> None:
         """Captures these graphs, which `launch` uses from then on."""
-        self.decode_graphs, self.mixed_graphs = graphs
+        self.decode_graphs, self.mixed_graphs, whole_rows = graphs
         self.mixed_graphs.capture(pool)  # first the larger ones, whose memory the others then share
         self.decode_graphs.capture(pool)
+        self.whole_rows.capture(whole_rows)
+
+    def drop_graphs(self) -> None:
+        self.decode_graphs = self.mixed_graphs = self.whole_rows.graphs = None

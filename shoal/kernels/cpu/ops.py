@@ -11,26 +11,40 @@ from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
+from shoal.kernels.sampling.allowed_tokens import keep_allowed
+from shoal.kernels.sampling.bad_words import ban_words
+from shoal.kernels.sampling.logit_bias import add_bias
+from shoal.kernels.sampling.min_tokens import ban_stops
+from shoal.kernels.sampling.penalties import penalize
 from shoal.kernels.sampling.split_sample import join_parts, sample_parts
+from shoal.kernels.sampling.token_history import remember_last, set_last, take_rows
 
 __all__ = [
+    "add_bias",
     "add_norm_linear",
     "add_rms_norm",
     "apply_updates",
+    "ban_stops",
+    "ban_words",
     "begin_decode",
     "copy_ints",
     "embed",
     "join_parts",
+    "keep_allowed",
     "keep_bits",
     "linear",
     "linear_add",
     "linear_silu_mul",
     "moe",
+    "penalize",
     "qk_norm_rope_store",
+    "remember_last",
     "rms_norm",
     "sample",
     "sample_parts",
+    "set_last",
     "silu_mul",
+    "take_rows",
 ]
 
 LIBRARY = cpu_build.load()

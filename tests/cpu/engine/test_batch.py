@@ -18,6 +18,7 @@ from shoal.engine.runner.batch import (
 )
 from shoal.engine.runner.graphs import DecodeGraphs, decode_sizes, mixed_shapes
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.kernels.sampling.row_options import Option
 from shoal.kernels.state import FIELDS, Field, StateLayout
 from shoal.sampling_params import SamplingParams
 
@@ -128,17 +129,37 @@ def test_a_row_that_changes_hands_is_sent_anew():
         queue.update(plan, [[1]])
 
 
-def test_extras_name_the_samples_they_are_for():
+def test_whole_rows_name_the_samples_that_have_options():
     device, queue = Device(), scheduler()
     queue.add(request("plain", 5))
     queue.add(request("bias", 7, logit_bias={3: 2.0}, min_tokens=2, stop_token_ids=[9], logprobs=4))
     queue.add(request("penalty", 3, repetition_penalty=1.5))
-    header, _, options = device.apply(queue.schedule())
-    assert options.bias == [(1, 3, 2.0)] and options.banned == [(1, 9)] and header[Header.SAMPLES_WHOLE_ROWS]
+    plan = queue.schedule()
+    header, sections, options = device.apply(plan)
+    rows = [entry.row for entry in plan.scheduled]
+    assert header[Header.NUM_WHOLE_ROWS] == 2
+    assert sections["whole_rows"].reshape(4, 2).tolist() == [[1, 2], rows[1:], [6, 2], rows[1:]]
     assert decode_count(header[Header.LOGPROBS]) == 4 and decode_count(header[Header.PROMPT_LOGPROBS]) is None
-    assert [(p[0], p[2]) for p in options.penalties] == [(2, 1.5)] and [
-        r.prompt_ids for r in options.new_penalty_rows
-    ] == [[0, 1, 2]]
+    bias, penalty = options.starts
+    assert (bias.row, bias.tokens, bias.block_ids) == (rows[1], [], []), "no option reads its tokens"
+    at = bias.record[Option.BIAS_START]
+    assert bias.record[Option.BIAS_COUNT] == 1
+    assert bias.record[at : at + 2].tolist() == [3, float_bits(2.0)]
+    assert bias.record[Option.MIN_END] == 7 + 2 and bias.record[bias.record[Option.STOPS_START]] == 9
+    assert (penalty.row, penalty.tokens) == (rows[2], [0, 1, 2])
+    assert penalty.block_ids == plan.scheduled[2].seq.block_ids[:1]
+    assert penalty.record[:4].tolist() == [float_bits(1.5), 0, 0, 3] and penalty.record[Option.LAST] == 2
+
+
+def test_whole_rows_come_in_chunks_of_the_sizes_there_are():
+    device, queue = Device(num_seqs=8, whole_row_sizes=[1, 4]), scheduler(max_num_seqs=8)
+    for i in range(6):
+        queue.add(request(f"{i}", 3, presence_penalty=1.0))
+    header, sections, _ = device.apply(queue.schedule())
+    first, second = sections["whole_rows"].reshape(2, 4, 4).tolist()
+    assert header[Header.NUM_WHOLE_ROWS] == 6
+    assert first[0] == [0, 1, 2, 3] and second[0] == [4, 5, -1, -1]
+    assert [column[2:] for column in second] == [[-1, -1]] * 4
 
 
 @pytest.mark.parametrize("several", [True, False])
@@ -150,7 +171,7 @@ def test_a_step_draws_from_whole_rows_where_one_of_its_samples_needs_them(severa
     for _ in range(3):
         plan = queue.schedule()
         header, _, _ = device.apply(plan)
-        found.append(bool(header[Header.SAMPLES_WHOLE_ROWS]))
+        found.append(bool(header[Header.NUM_WHOLE_ROWS]))
         queue.update(plan, [[1]] * len(plan.scheduled))
     assert found == [several, False, False]  # b is gone then
 

@@ -53,7 +53,11 @@ class Rank:
         )
         runner = self.runner
         self.builder = BatchBuilder(
-            runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes
+            runner.layout,
+            self.config.block_size,
+            runner.share_from,
+            runner.mixed_shapes,
+            runner.whole_row_sizes,
         )
         self.kinds = []  # kinds of the steps so far
 
@@ -230,10 +234,10 @@ def captured(start, monkeypatch):
     class Graph:
         def __init__(self, steps, shape):
             self.steps, self.shape = steps, shape
-            self.output, self.replays = torch.empty(0), 0
+            self.outputs, self.replays = (), 0
 
         def replay(self):
-            self.output = self.steps.captured_mixed(self.shape)
+            self.outputs = self.steps.captured_mixed(self.shape)
             self.replays += 1
 
     def select(config, device, dtype, shapes, holding):

@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from shoal.engine import step_loop
-from shoal.engine.runner.batch import PenaltyRow, SamplerOptions
-from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
+from shoal.engine.runner.batch import RowStart, SamplerOptions
+from shoal.engine.runner.batch_state import BatchState
+from shoal.engine.runner.sampling import logprobs
+from shoal.engine.runner.small_ops import FEW_ELEMENTS, few_threads
 from shoal.engine.runner.step_buffers import RING, StepBuffers, queue_copy
+from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.engine.step_loop import StepLoop
 from shoal.kernels import reference
-from shoal.kernels.sampling import logits as shaping
+from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.sampling import logprobs as rows_of_logits
+from shoal.kernels.sampling.row_options import pack_record
+from shoal.kernels.state import Field, StateLayout
+from shoal.layers.parallel import TensorParallel
 
 CPU = torch.device("cpu")
 
@@ -26,26 +33,50 @@ def three_threads():
     torch.set_num_threads(before)
 
 
+def sampler_of(num_rows, vocab_size, ops=cpu_ops, tp=None):
+    """A sampler of whole rows, with blocks of 4 tokens."""
+    state = BatchState(StateLayout(num_rows, 8), CPU)
+    head = types.SimpleNamespace(vocab_size=vocab_size, whole=lambda x: x)
+    made = WholeRowSampler(
+        ops, tp or TensorParallel.single(), state, head, queue_copy, range(1, num_rows + 1), block_size=4
+    )
+    made.allocate(20)
+    return made
+
+
+def step_rows(*rows, options=None):
+    """A step's whole rows of these samples, rows, positions and options, in one chunk."""
+    section = np.array(rows, np.int32).T.ravel().copy()
+    return StepWholeRows(torch.from_numpy(section), section, len(rows), options)
+
+
+def record(**changes):
+    neutral = dict(penalties=(1.0, 0.0, 0.0), num_prompt=0, last=0, min_end=0, stops=(), allowed=())
+    return pack_record(**neutral | dict(bias={}, words=()) | changes)
+
+
 def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afterwards(monkeypatch):
     seen = []
 
     def keep_bits(*args):
         seen.append(torch.get_num_threads())
-        reference.keep_bits(*args)
+        cpu_ops.keep_bits(*args)
 
-    shaper = LogitShaper(types.SimpleNamespace(keep_bits=keep_bits), 4, 100, CPU)
+    ops = types.SimpleNamespace(**{name: getattr(cpu_ops, name) for name in cpu_ops.__all__})
+    ops.keep_bits = keep_bits
+    sampler = sampler_of(4, 100, ops)
     masks = np.zeros((1, 4), np.int32)
     masks[0, 3] = 1  # token 96 alone
     options = SamplerOptions(grammars=[GrammarRow(1, object(), [], None)], masks=masks)
-    shaped = shaper.shape(torch.zeros(2, 100), options)
+    [(samples, shaped)] = sampler.shaped(torch.zeros(2, 100), step_rows((1, 3, 0, -1), options=options))
     assert seen == [1] and torch.get_num_threads() == 3
-    assert torch.isfinite(shaped).nonzero().tolist() == [[0, i] for i in range(100)] + [[1, 96]]
+    assert samples.tolist() == [1] and torch.isfinite(shaped).nonzero().tolist() == [[0, 96]]
 
     def figures(*args):
         seen.append(torch.get_num_threads())
         return (torch.zeros(1),) * 4
 
-    monkeypatch.setattr("shoal.kernels.sampling.logits.logprobs", figures)
+    monkeypatch.setattr("shoal.kernels.sampling.logprobs.logprobs", figures)
     head = types.SimpleNamespace(vocab_size=100, columns=lambda: None)
     logprobs(torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32), 1, head)
     assert seen == [1, 1] and torch.get_num_threads() == 3
@@ -69,30 +100,80 @@ def test_what_filters_leave_is_what_a_draw_leaves():
     top_p_S = torch.rand(200, generator=generator).mul(1.5).clamp(0.01, 1.0)
     min_p_S = torch.rand(200, generator=generator).sub(0.6).clamp(min=0.0)
     best_S = logits_SV.argmax(dim=-1).int()
-    found_SV = shaping.keep_survivors(logits_SV, best_S, top_k_S, top_p_S, min_p_S)
+    found_SV = rows_of_logits.keep_survivors(logits_SV, best_S, top_k_S, top_p_S, min_p_S)
     for s in range(200):
         kept = reference.survivors(logits_SV[s], 1.0, int(top_k_S[s]), float(top_p_S[s]), float(min_p_S[s]))
         assert torch.equal(found_SV[s].isfinite().nonzero().squeeze(1), kept)
         assert torch.equal(found_SV[s, kept], logits_SV[s, kept])
     least_S = logits_SV.argmin(dim=-1).int()
-    drawn_SV = shaping.keep_survivors(logits_SV, least_S, top_k_S, top_p_S, min_p_S)
+    drawn_SV = rows_of_logits.keep_survivors(logits_SV, least_S, top_k_S, top_p_S, min_p_S)
     assert drawn_SV.gather(1, least_S.long().unsqueeze(1)).isfinite().all(), "a drawn token stays possible"
 
 
-def test_known_tokens_are_counted_without_waiting_for_the_device(monkeypatch):
+def test_the_tokens_of_a_new_row_are_sent_without_waiting_for_the_device(monkeypatch):
     """Regression: torch.bincount, which waits for the device, ran in the step that admitted a request with a
     penalty."""
 
     def wait(*args, **options):
         raise AssertionError("waits for the device")
 
-    monkeypatch.setattr(torch, "bincount", wait)
-    shaper = LogitShaper(types.SimpleNamespace(), 3, 10, CPU)
-    for output_ids in ([4, 7, 4], [9], []):  # each admission starts the row's counts again
-        shaper.start_rows(SamplerOptions(new_penalty_rows=[PenaltyRow(1, [2, 3], output_ids)]))
-        assert shaper.output_counts[1].tolist() == [output_ids.count(i) for i in range(10)]
-    assert shaper.prompt_mask.nonzero().tolist() == [[1, 2], [1, 3]]
-    assert not shaper.output_counts[[0, 2]].any() and shaper.output_counts.dtype == torch.int32
+    sampler = sampler_of(3, 10)
+    sampler.state.block_tables[0][1, :2] = torch.tensor([7, 2])
+    starts = [
+        RowStart(1, record(last=i, num_prompt=2), tokens, [7, 2][: -(-len(tokens) // 4)])
+        for i, tokens in enumerate(([2, 3, 4, 7, 4], [2, 3, 9], [2, 3]))  # each admission sends them again
+    ]
+    for start in starts:
+        with monkeypatch.context() as patched:
+            for name in ("item", "tolist", "nonzero", "numpy", "__bool__", "__int__"):
+                patched.setattr(torch.Tensor, name, wait)
+            patched.setattr(torch, "bincount", wait)
+            sampler.start_rows(SamplerOptions(starts=[start]))
+        assert sampler.options.tokens(1, len(start.tokens)).tolist() == start.tokens
+        assert sampler.options.records[1].tolist() == start.record.tolist()
+    history = sampler.options.history
+    assert not history[[block for block in range(20) if block not in (7, 2)]].any()
+
+
+def test_only_the_rows_concerned_are_copied_and_drawn_again():
+    """Regression: one row with a penalty copied the logits of all rows, and drew all of them again."""
+    taken, drawn = [], []
+    ops = types.SimpleNamespace(**{name: getattr(cpu_ops, name) for name in cpu_ops.__all__})
+
+    def take_rows(logits_SV, samples_K, out_KV):
+        taken.append(samples_K.tolist())
+        cpu_ops.take_rows(logits_SV, samples_K, out_KV)
+
+    def sample(logits_KV, rows_K, *rest):
+        drawn.append(rows_K.tolist())
+        cpu_ops.sample(logits_KV, rows_K, *rest)
+
+    ops.take_rows, ops.sample = take_rows, sample
+    sampler = sampler_of(8, 50, ops)
+    state = sampler.state
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
+    before, best = logits.clone(), int(logits[4].argmax())
+    state.sampled_S.fill_(-7)
+    sampler.start_rows(SamplerOptions(starts=[RowStart(5, record(bias={best: -100.0}), [], [])]))
+    sampler.draw(logits, step_rows((4, 5, 9, 5), (1, 2, 3, -1)))
+    assert taken == [[4, 1]] and drawn == [[5, 2]]
+    assert torch.equal(logits, before), "raw log-probabilities still read them"
+    second = int(logits[4].topk(2).indices[1])
+    assert state.sampled_S.tolist() == [-7, int(logits[1].argmax()), -7, -7, second, -7, -7, -7, -7]
+    assert state.table[[2, 5], Field.POSITION].tolist() == [4, 10]
+    assert state.table[[2, 5], Field.TOKEN].tolist() == [int(logits[1].argmax()), second]
+    others = [row for row in range(9) if row not in (2, 5)]
+    assert not state.table[others].any()
+
+
+def test_whole_rows_beyond_one_chunk_are_all_drawn():
+    sampler = sampler_of(3, 20)
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(3))
+    rows = [(sample, sample % 3, sample, -1) for sample in range(7)]
+    packed = np.concatenate([np.array(rows[i : i + 3], np.int32).T.ravel() for i in range(0, 7, 3)])
+    sampler.state.sampled_S = torch.full((10,), -7, dtype=torch.int32)
+    sampler.draw(logits, StepWholeRows(torch.from_numpy(packed), packed, 7, None))
+    assert sampler.state.sampled_S.tolist() == [*logits[:7].argmax(1).tolist(), -7, -7, -7]
 
 
 def test_a_step_with_more_uploads_than_buffers_is_refused():

@@ -16,6 +16,7 @@ from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
+from shoal.kernels.sampling.row_options import RowOptions
 from shoal.kernels.state import StateLayout
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -115,6 +116,30 @@ for case in (
     (4, 7 * 4000, 4000, 8, torch.float32),
 ):
     LAUNCHES[f"split sample {case}"] = lambda case=case: _split_sample(*case)
+
+
+def _row_options(num_rows: int, vocab_size: int, dtype: torch.dtype, block_size: int) -> None:
+    layout, ints = StateLayout(num_rows, 20), _ints(num_rows)
+    tables, history = layout.block_tables(_ints(layout.size)), _ints(9, block_size)
+    options = RowOptions(torch.zeros(num_rows, dtype=torch.int64), tables, history)
+    logits = torch.zeros(num_rows, vocab_size)
+    triton_ops.take_rows(torch.zeros(num_rows, vocab_size, dtype=dtype), ints, logits)
+    triton_ops.remember_last(ints, ints, options)
+    triton_ops.keep_allowed(logits, ints, options)
+    triton_ops.add_bias(logits, ints, options)
+    triton_ops.penalize(logits, ints, ints, options)
+    triton_ops.ban_stops(logits, ints, ints, options)
+    triton_ops.ban_words(logits, ints, ints, options)
+    triton_ops.set_last(ints, ints, ints, ints, options)
+
+
+for case in (
+    (1, 151936, BF16, 16),
+    (64, 151936, BF16, 16),
+    (64, 49152, torch.float32, 48),
+    (8, 32003, BF16, 64),
+):
+    LAUNCHES[f"row options {case}"] = lambda case=case: _row_options(*case)
 
 
 def _all_reduce(rows: int, hidden: int, rank: int, size: int, way: Way, dtype: torch.dtype) -> None:

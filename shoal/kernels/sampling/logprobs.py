@@ -1,54 +1,16 @@
-"""Changes of logits for the rare rows that ask for more than `sample` can do: penalties, bias, bans and
-log-probabilities.
+"""Log-probabilities of rows of logits, and which tokens their filters leave. Plain PyTorch, for any device.
 
-This is plain PyTorch, for any device. The masks of grammars are an op of each kind of device (`keep_bits`).
-Meanings and order are vLLM's. `keep_only`, `add_bias` and `ban` change the logits in place; the others do
-not. P rows with penalties · S sampled sequences · V vocabulary.
+S sampled sequences · V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-
-
-def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """For each pair (row, int64 token ids), every other token of that row becomes impossible."""
-    for row, ids in allowed:
-        kept = logits_SV[row, ids]
-        logits_SV[row] = -math.inf
-        logits_SV[row, ids] = kept
-
-
-def add_bias(logits_SV: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-    """logits[rows[i], ids[i]] += values[i]. A pair (row, id) that comes twice adds twice."""
-    logits_SV.index_put_((rows, ids), values.to(logits_SV.dtype), accumulate=True)
-
-
-def ban(logits_SV: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
-    """Token ids[i] becomes impossible in row rows[i]."""
-    logits_SV[rows, ids] = -math.inf
-
-
-def penalize(
-    logits_PV: torch.Tensor,
-    prompt_mask_PV: torch.Tensor,
-    output_counts_PV: torch.Tensor,
-    repetition_P: torch.Tensor,
-    presence_P: torch.Tensor,
-    frequency_P: torch.Tensor,
-) -> torch.Tensor:
-    """Returns new logits. For tokens of the prompt or the output, positive logits are divided by the
-    repetition penalty, and others multiplied by it. For tokens of the output alone, presence is subtracted
-    once, and frequency once for each time that the token occurs."""
-    in_output_PV = output_counts_PV > 0
-    factor_PV = torch.where(prompt_mask_PV | in_output_PV, repetition_P.unsqueeze(1), 1.0)
-    logits_PV = torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV)
-    return logits_PV - frequency_P.unsqueeze(1) * output_counts_PV - presence_P.unsqueeze(1) * in_output_PV
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,231 @@
+"""`WholeRowSampler`: draws once more for the samples that need whole rows of logits: rows with options
+(penalties, bias, allowed and banned tokens), rows under a grammar, and with tensor parallelism rows whose
+filters may keep any number of tokens.
+
+The step itself draws for every row, and stays the same graph whether a row has options or not. The rows
+concerned are then copied, changed and drawn in chunks of a few sizes. A graph has captured a chunk of each
+size, so that its content costs the host one launch. Grammars' masks come from the host and are applied before
+it. A draw depends on seed and position alone, so a row that has none of these keeps its token.
+
+K rows of a chunk · S sampled sequences · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shoal.engine.runner.batch import MOST_WHOLE_ROWS, SamplerOptions, WholeRow, whole_row_chunks
+from shoal.engine.runner.batch_state import BatchState
+from shoal.engine.runner.graphs import StepGraphs
+from shoal.engine.runner.small_ops import few_threads, upload
+from shoal.engine.runner.step_buffers import Copy
+from shoal.kernels.ops import Ops
+from shoal.kernels.sampling.row_options import RowOptions
+from shoal.kernels.state import Field
+from shoal.layers.embedding import Vocabulary
+from shoal.layers.parallel import TensorParallel
+
+CAPTURED_SIZES = 1, 8, MOST_WHOLE_ROWS
+
+
+def whole_row_sizes(max_num_seqs: int, captures: bool) -> Sequence[int]:
+    """Returns the sizes that a chunk may have, small to large. On a GPU (`captures`) they are few, as each is
+    a graph, and a variant of kernels."""
+    most = min(MOST_WHOLE_ROWS, max_num_seqs)
+    return sorted({min(size, most) for size in CAPTURED_SIZES}) if captures else range(1, most + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWholeRows:
+    """The samples of a step that are drawn from whole rows."""
+
+    on_device: torch.Tensor  # the step's section `whole_rows`
+    on_host: np.ndarray  # the same
+    num_rows: int  # without padding
+    options: SamplerOptions | None  # rank 0 alone has them
+
+
+class WholeRowSampler:
+    """One rank's part. Rank 0 alone changes and draws; the others give it their columns, and take its
+    tokens."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        tp: TensorParallel,
+        state: BatchState,
+        head: Vocabulary,
+        copy: Copy,
+        sizes: Sequence[int],
+        block_size: int,
+    ) -> None:
+        """`sizes`: what a chunk may have, small to large."""
+        self.ops, self.tp, self.state, self.head, self.copy, self.sizes = ops, tp, state, head, copy, sizes
+        self.device = state.flat.device
+        num_rows, most = state.table.shape[0], sizes[-1]
+        with torch.device(self.device):
+            addresses_R = torch.zeros(num_rows, dtype=torch.int64)
+            history = torch.zeros(1, block_size, dtype=torch.int32)
+            self.options = RowOptions(addresses_R, state.block_tables[0], history)
+            # What a captured chunk reads and writes. There is no chunk before a step brings one.
+            self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
+            self.tokens_K = torch.zeros(most, dtype=torch.int32)
+            self.logits_KV = torch.empty(most if tp.rank == 0 else 0, head.vocab_size, dtype=torch.float32)
+        self.graphs: StepGraphs[int] | None = None
+
+    # The start
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes room for the tokens of a cache of `num_blocks` blocks."""
+        if self.tp.rank == 0:
+            _, block_size = self.options.history.shape
+            self.options.history = torch.zeros(num_blocks, block_size, dtype=torch.int32, device=self.device)
+
+    @staticmethod
+    def bytes_of_block(block_size: int) -> int:
+        """Bytes that the tokens of one block take."""
+        return torch.int32.itemsize * block_size
+
+    def new_graphs(self) -> StepGraphs[int]:
+        """The graphs of the chunks, which are not captured yet. Ranks that only take tokens have none."""
+        sizes = [] if self.tp.rank else list(self.sizes)
+        return StepGraphs(self.draw_chunk, sizes[::-1], nullcontext)
+
+    def capture(self, graphs: StepGraphs[int]) -> None:
+        """Captures these graphs, which `draw` uses from then on. Their memory pool is their own, because a
+        step's logits, which log-probabilities still read, lie in the pool of the other graphs unowned."""
+        self.graphs = graphs
+        graphs.capture(torch.cuda.graph_pool_handle())
+
+    def rehearse(self, logits_SV: torch.Tensor) -> None:
+        """Launches what `draw` launches outside of graphs."""
+        for size in (self.sizes[0], self.sizes[-1]):
+            inputs = torch.full((len(WholeRow) * size,), -1, dtype=torch.int32, device=self.device)
+            self._take(logits_SV, inputs)
+            if self.tp.rank == 0:
+                self.copy(self.inputs[: len(inputs)], inputs)
+                self.draw_chunk(size)
+
+    # Sequences
+
+    def start_rows(self, options: SamplerOptions) -> None:
+        """Sends the options, and tokens, of sequences that have just got their rows."""
+        for start in options.starts:
+            self.options.start(start.row, upload(torch.from_numpy(start.record), self.device))
+            if start.tokens:
+                num_blocks, (_, block_size) = len(start.block_ids), self.options.history.shape
+                packed = np.zeros(num_blocks * (1 + block_size), np.int32)
+                packed[:num_blocks] = start.block_ids
+                packed[num_blocks : num_blocks + len(start.tokens)] = start.tokens
+                on_device = upload(torch.from_numpy(packed), self.device)
+                self.options.write_tokens(on_device[:num_blocks], on_device[num_blocks:])
+
+    def forget(self) -> None:
+        """Drops all options. This is for when no sequence has a row: each one that gets a row again brings
+        them."""
+        self.options.records.clear()
+
+    # Steps
+
+    def draw(self, logits_SV: torch.Tensor, rows: StepWholeRows) -> None:
+        """Draws for a step's whole rows, with the results where `Sampler.sample` writes them."""
+        for size, inputs, samples in self._chunks(rows):
+            self._take(logits_SV, inputs)
+            if self.tp.rank == 0:
+                self._mask(rows.options, samples)
+                self.copy(self.inputs[: len(inputs)], inputs)
+                if self.graphs is None:
+                    self.draw_chunk(size)
+                else:
+                    self.graphs.graphs[size].replay()
+            if self.tp.size > 1:
+                self._share(inputs, size)
+
+    def draw_chunk(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Changes the first `size` rows of `logits_KV` by their options and draws from them, as `inputs`
+        says. A graph captures this."""
+        samples_K, rows_K, positions_K, options_K = self.inputs[: len(WholeRow) * size].view(-1, size)
+        logits_KV, tokens_K = self.logits_KV[:size], self.tokens_K[:size]
+        self.ops.remember_last(options_K, positions_K, self.options)
+        self._shape(logits_KV, options_K, positions_K)
+        self.ops.sample(logits_KV, rows_K, positions_K, self.state.table, tokens_K)
+        self.ops.set_last(samples_K, options_K, tokens_K, self.state.sampled_S, self.options)
+        return ()
+
+    def shaped(
+        self, logits_SV: torch.Tensor, rows: StepWholeRows
+    ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+        """Yields samples and the logits from which `draw` drew them, chunk after chunk. The logits are
+        float32, and valid until the next chunk. Rank 0 alone may call this, with whole logits."""
+        for size, inputs, samples in self._chunks(rows):
+            samples_K, _, positions_K, options_K = inputs.view(-1, size)
+            logits_KV = self.logits_KV[:size]
+            self.ops.take_rows(logits_SV, samples_K, logits_KV)
+            self._mask(rows.options, samples)
+            self._shape(logits_KV, options_K, positions_K)
+            yield samples, logits_KV[: len(samples)]
+
+    def _chunks(self, rows: StepWholeRows) -> Iterator[tuple[int, torch.Tensor, np.ndarray]]:
+        """Yields each chunk's size, its part of `on_device`, and its samples, without padding."""
+        start, rest = 0, rows.num_rows
+        for size in whole_row_chunks(rows.num_rows, self.sizes):
+            end = start + len(WholeRow) * size
+            yield size, rows.on_device[start:end], rows.on_host[start : start + min(size, rest)]
+            start, rest = end, rest - size
+
+    def _take(self, logits_SV: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Copies a chunk's rows into rank 0's `logits_KV`."""
+        size = len(inputs) // len(WholeRow)
+        samples_K = inputs[:size]
+        if self.tp.size == 1:
+            self.ops.take_rows(logits_SV, samples_K, self.logits_KV[:size])
+            return
+        own_KV = logits_SV.new_empty(size, logits_SV.shape[1])
+        self.ops.take_rows(logits_SV, samples_K, own_KV)
+        whole_KV = self.head.whole(own_KV)
+        if self.tp.rank == 0:
+            self.logits_KV[:size].copy_(whole_KV)
+
+    def _share(self, inputs: torch.Tensor, size: int) -> None:
+        """Gives rank 0's tokens to the other ranks."""
+        tokens_K = self.tokens_K[:size]
+        self.tp.broadcast(tokens_K)
+        if self.tp.rank:  # Padding of -1 lands in the last row and the last sample, which are nobody's.
+            samples_K, rows_K, positions_K, _ = inputs.view(-1, size).long()
+            self.state.sampled_S[samples_K] = tokens_K
+            self.state.table[rows_K, Field.TOKEN] = tokens_K
+            self.state.table[rows_K, Field.POSITION] = positions_K.int() + 1
+
+    def _mask(self, options: SamplerOptions | None, samples: np.ndarray) -> None:
+        """Leaves only the tokens possible that the grammars of these samples, a chunk's, allow. One
+        asynchronous copy is enough, because each row's place travels before its mask."""
+        if options is None or options.masks is None:
+            return
+        place = {sample: k for k, sample in enumerate(samples.tolist())}
+        chosen = [i for i, row in enumerate(options.grammars) if row.sample in place]
+        if not chosen:
+            return
+        places = np.array([[place[options.grammars[i].sample]] for i in chosen], np.int32)
+        packed = upload(
+            torch.from_numpy(np.concatenate([places, options.masks[chosen]], axis=1)), self.device
+        )
+        with self._few_threads(len(samples)):
+            self.ops.keep_bits(self.logits_KV, packed[:, 0].long(), packed[:, 1:])
+
+    def _shape(self, logits_KV: torch.Tensor, options_K: torch.Tensor, positions_K: torch.Tensor) -> None:
+        """Applies the options in vLLM's order: allowed ids, bias, penalties, and bans last, because nothing
+        may lift them."""
+        with self._few_threads(len(logits_KV)):
+            self.ops.keep_allowed(logits_KV, options_K, self.options)
+            self.ops.add_bias(logits_KV, options_K, self.options)
+            self.ops.penalize(logits_KV, options_K, positions_K, self.options)
+            self.ops.ban_stops(logits_KV, options_K, positions_K, self.options)
+            self.ops.ban_words(logits_KV, options_K, positions_K, self.options)
+
+    def _few_threads(self, num_rows: int) -> AbstractContextManager[None]:
+        return few_threads(self.device, num_rows * self.logits_KV.shape[1])

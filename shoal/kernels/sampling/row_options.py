@@ -1,0 +1,121 @@
+"""`RowOptions`: what a sequence asks of its logits beyond the fields of its state row, and the tokens it has.
+Each option has a pair of files here, `penalties.py` and so on: the meaning in PyTorch, and a Triton kernel.
+
+A row with options has a record, an int32 tensor that is made when the sequence gets its row: the columns of
+`Option`, then the lists that they point to. Floats are stored as their bits. The device changes LAST alone.
+
+The tokens of such a row lie in `history`, one int32 for each token of the KV cache, under the sequence's own
+block table. So they have room wherever the KV has, sequences that share blocks share their tokens, and
+penalties need no counts, [rows, vocabulary], which would take hundreds of megabytes.
+
+K rows that are sampled together · V vocabulary · R state rows · M blocks of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+
+class Option(IntEnum):
+    """Columns of a record. A list is START, where it begins in the record, and COUNT."""
+
+    REPETITION = 0  # float32; 1: off
+    PRESENCE = 1  # float32; 0: off
+    FREQUENCY = 2  # float32; 0: off
+    NUM_PROMPT = 3  # tokens of the prompt, with which `history` begins
+    READS_HISTORY = 4  # whether any option needs the tokens
+    LAST = 5  # the token at the position that the next sample follows
+    MIN_END = 6  # no stop token may have a position below this one
+    STOPS_START = 7
+    STOPS_COUNT = 8
+    ALLOWED_START = 9
+    ALLOWED_COUNT = 10  # 0: all tokens are allowed
+    BIAS_START = 11  # the biased token ids, then as many float32s
+    BIAS_COUNT = 12
+    WORDS_START = 13  # where each bad word ends in the list of their tokens, which follows
+    WORDS_COUNT = 14
+
+
+def pack_record(
+    *,
+    penalties: tuple[float, float, float],
+    num_prompt: int,
+    last: int,
+    min_end: int,
+    stops: Sequence[int],
+    allowed: Sequence[int],
+    bias: Mapping[int, float],
+    words: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """Returns the record of these options. `penalties`: repetition, presence, frequency."""
+    header = np.zeros(len(Option), np.int32)
+    header[: Option.NUM_PROMPT] = np.array(penalties, np.float32).view(np.int32)
+    header[Option.NUM_PROMPT], header[Option.LAST], header[Option.MIN_END] = num_prompt, last, min_end
+    has_penalties = penalties != (1.0, 0.0, 0.0)
+    header[Option.READS_HISTORY] = has_penalties or any(len(word) > 1 for word in words)
+    lists: dict[Option, list[Sequence[int] | np.ndarray]] = {
+        Option.STOPS_START: [stops],
+        Option.ALLOWED_START: [allowed],
+        Option.BIAS_START: [[*bias], np.array([*bias.values()], np.float32).view(np.int32)],
+        Option.WORDS_START: [np.cumsum([len(word) for word in words], dtype=np.int32), *words],
+    }
+    parts, at = [header], len(header)
+    for start, columns in lists.items():
+        header[start], header[start + 1] = at, len(columns[0])
+        parts += [np.asarray(column, np.int32) for column in columns]
+        at += sum(map(len, columns))
+    return np.concatenate(parts)
+
+
+@dataclass(slots=True)
+class RowOptions:
+    """The records of the rows and their tokens, on the device."""
+
+    addresses_R: torch.Tensor  # int64: where each row's record is
+    block_tables_RM: torch.Tensor
+    history: torch.Tensor  # int32 [blocks, block size]
+    records: dict[int, torch.Tensor] = field(default_factory=dict)  # by row
+
+    def start(self, row: int, record: torch.Tensor) -> None:
+        """Gives a row its record. What is in flight on the device may still read the one before."""
+        self.records[row] = record
+        self.addresses_R[row].fill_(record.data_ptr())
+
+    def write_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Stores a sequence's tokens, which fill these of its blocks but for the end of the last."""
+        self.history.index_copy_(0, blocks.long(), tokens.view(-1, self.history.shape[1]))
+
+    def rows(self, rows_K: torch.Tensor) -> Iterator[tuple[int, int, OptionsOfRow]]:
+        """Yields k, row and options of each of these rows but padding (-1)."""
+        for k, row in enumerate(rows_K.tolist()):
+            if row >= 0:
+                yield k, row, OptionsOfRow(self.records[row])
+
+    def tokens(self, row: int, end: int) -> torch.Tensor:
+        """Returns the row's first `end` tokens, int32."""
+        size = self.history.shape[1]
+        blocks = self.block_tables_RM[row, : -(-end // size)].long()
+        return self.history.index_select(0, blocks).view(-1)[:end]
+
+
+class OptionsOfRow:
+    """Reads one record."""
+
+    def __init__(self, record: torch.Tensor) -> None:
+        self.record = record
+        self.fields = record[: len(Option)].tolist()
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        repetition, presence, frequency = self.record[: Option.NUM_PROMPT].view(torch.float32).tolist()
+        return repetition, presence, frequency
+
+    def ids(self, start: Option) -> torch.Tensor:
+        """Returns a list of token ids, int64."""
+        at = self.fields[start]
+        return self.record[at : at + self.fields[start + 1]].long()

@@ -1,0 +1,48 @@
+"""Functions that the kernels of row options share: a row's record, its tokens, and counting tokens in a tile
+of the vocabulary. row_options.py has the layout.
+
+All these kernels are ordinary launches (pdl.py): they change logits in place, one after the other. A kernel
+gets K rows, and a program of a row without the option returns at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shoal.kernels.sampling.row_options import Option
+
+LAST, READS_HISTORY = tl.constexpr(Option.LAST.value), tl.constexpr(Option.READS_HISTORY.value)
+NUM_PROMPT = tl.constexpr(Option.NUM_PROMPT.value)
+
+
+@triton.jit
+def record_at(addresses_ptr, row):
+    """Returns a pointer to the record of a row that has one."""
+    return tl.load(addresses_ptr + row).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def load_float(ptr):
+    return tl.load(ptr).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def token_ptrs(history_ptr, block_table_ptr, position, mask, BLOCK_SIZE: tl.constexpr):
+    """Returns where the tokens at these positions of a sequence lie. `block_table_ptr`: of its row."""
+    block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    return history_ptr + block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def count_ids(counts, ids, mask, first, TILE: tl.constexpr):
+    """Adds to `counts`, [TILE], how often each token from `first` on is among `ids`."""
+    place = ids - first
+    inside = mask & (place >= 0) & (place < TILE)
+    return counts + tl.histogram(tl.where(inside, place, 0), TILE, mask=inside)
+
+
+@triton.jit
+def ban_ids(row_ptr, ids, mask, V: tl.constexpr):
+    """Makes these tokens of a row impossible."""
+    tl.store(row_ptr + ids, float("-inf"), mask=mask & (ids >= 0) & (ids < V))
