@@ -21,7 +21,7 @@ from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.chat_template import without_billing_line, without_billing_lines
 from shoal.text.conversation import with_whole_escapes
-from shoal.text.formats.tool_parsers import CallDelta, Part
+from shoal.text.formats.parts import CallDelta, Part
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send
 ROLES = ("user", "assistant", "system", "developer")
@@ -166,15 +166,16 @@ async def create_message(exchange: Exchange) -> None:
             return
         if not request.stream:
             [answer] = await answers.collect()
-            writer.add(parser.push(answer.text, last=True))
+            writer.add(parser.push(answer.text, answer.finish_reason))
             writer.finish(check_finish(answer.finish_reason), answer.stop_reason, answers.usage)
             await exchange.json(writer.message)
             return
         events = writer.begin()
         async for [delta] in answers:
             last = delta.finish_reason is not None
-            events += writer.add(parser.push(delta.text, last=last))
+            events += writer.add(parser.push(delta.text, delta.finish_reason))
             if last:
+                writer.is_broken = parser.is_broken
                 events += writer.finish(check_finish(delta.finish_reason), delta.stop_reason, answers.usage)
             if events:
                 await exchange.send(events)
@@ -237,6 +238,7 @@ class MessageWriter:
         self.message = Message(
             id=f"msg_{uuid.uuid4().hex}", model=model, content=[], usage=MessageUsage(prompt_tokens, 0)
         )
+        self.is_broken = False  # a call in it cannot be made
         self._text: list[str] = []  # the text of the open block
         self._delta = b""  # the constant beginning of its delta events
 
@@ -265,9 +267,8 @@ class MessageWriter:
         elif isinstance(stop, str):
             message.stop_reason, message.stop_sequence = "stop_sequence", stop
         else:
-            message.stop_reason = (
-                "tool_use" if any(isinstance(b, ToolUseBlock) for b in message.content) else "end_turn"
-            )
+            has_calls = any(isinstance(block, ToolUseBlock) for block in message.content)
+            message.stop_reason = "tool_use" if has_calls and not self.is_broken else "end_turn"
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return events + _event("message_delta", delta=delta, usage=message.usage) + _event("message_stop")
 

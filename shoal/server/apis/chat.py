@@ -44,7 +44,7 @@ from shoal.server.http.exchange import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
-from shoal.text.formats.tool_parsers import Part, TextDelta
+from shoal.text.formats.parts import Part, TextDelta
 
 # Fields of OpenAI's messages and functions, and the further fields that chat templates read.
 MESSAGE_FIELDS = frozenset(
@@ -279,7 +279,7 @@ class ChatAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, **ABSENT_FROM_MESSAGES}
         if self.form is not None:
             parser = self.form.parser(is_whole=True)
-            read = whole(parser.push(answer.text, last=True))
+            read = whole(parser.push(answer.text, reason))
             message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
             if read.reasoning and request.include_reasoning is not False:
                 # vLLM's name, and its older one
@@ -332,9 +332,7 @@ class ChatAnswer:
             parser = self._parsers.get(delta.index)
             if parser is None:
                 parser = self._parsers[delta.index] = self.form.parser(is_whole=False)
-            parts = [
-                p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))
-            ]
+            parts = [p for part in parser.push(delta.text, reason) if (p := self._part(part))]
             reason = None if reason is None else self._finish_reason(parser, reason)
         if not parts and reason is None and delta.logprobs is None and not self.request.return_token_ids:
             return found

@@ -35,7 +35,7 @@ from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
 from shoal.text.conversation import with_whole_escapes
-from shoal.text.formats.tool_parsers import CallDelta, Part
+from shoal.text.formats.parts import CallDelta, Part
 
 # The release of Ollama whose API this is: clients compare it with the one that brought what they need.
 API_VERSION = "0.12.6"
@@ -369,12 +369,12 @@ async def _answer(
             writer.shapes = LogprobShapes(model, params.logprobs, as_ids=False)
         if request.stream is False:
             [answer] = await generation.collect()
-            writer.add(parser.push(answer.text, last=True), answer)
+            writer.add(parser.push(answer.text, answer.finish_reason), answer)
             await exchange.json(writer.last(check_finish(answer.finish_reason), generation))
             return
         async for [delta] in generation:
             is_last = delta.finish_reason is not None
-            writer.add(parser.push(delta.text, last=is_last), delta)
+            writer.add(parser.push(delta.text, delta.finish_reason), delta)
             if line := writer.line(is_last):
                 await exchange.send(line)
             if is_last:

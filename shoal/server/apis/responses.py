@@ -29,7 +29,7 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
-from shoal.text.formats.tool_parsers import CallDelta, Part
+from shoal.text.formats.parts import CallDelta, Part
 
 # Calls of tools that clients run for OpenAI's models: the tool's name, and the field with its arguments.
 CLIENT_CALLS = {
@@ -234,7 +234,7 @@ async def create_response(exchange: Exchange) -> None:
             return
         if is_whole:
             [answer] = await answers.collect()
-            writer.add(parser.push(answer.text, last=True))
+            writer.add(parser.push(answer.text, answer.finish_reason))
             writer.finish(check_finish(answer.finish_reason), answers.usage)
             _keep(exchange, request, writer.response)
             await exchange.json(writer.response)
@@ -243,7 +243,7 @@ async def create_response(exchange: Exchange) -> None:
         async for [delta] in answers:
             last = delta.finish_reason is not None
             rows = shapes.of_text(delta) if shapes else []
-            events += writer.add(parser.push(delta.text, last=last), rows)
+            events += writer.add(parser.push(delta.text, delta.finish_reason), rows)
             if last:
                 events += writer.finish(check_finish(delta.finish_reason), answers.usage)
                 _keep(exchange, request, writer.response)

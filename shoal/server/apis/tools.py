@@ -28,9 +28,12 @@ from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
-from shoal.text.formats.reasoning import ThinkParser, continues_thought, opens_thinking
-from shoal.text.formats.registry import BY_NAME, DEFAULT, choose
-from shoal.text.formats.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TextDelta
+from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.formats.enforced import ListedCalls, NamedCall
+from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.formats.reader import Expected, Reader
+from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
+from shoal.text.formats.thoughts import Start
 from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
 
 logger = logging.getLogger(__name__)
@@ -55,11 +58,8 @@ def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
 
 
 def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
-    """Resolves ServerConfig.reasoning_parser for a model: "qwen3" if the chat template knows <think>, else
-    "none"."""
-    if setting != "auto":
-        return setting
-    return "qwen3" if "<think>" in (chat_template or "") or "</think>" in (chat_template or "") else "none"
+    """Resolves ServerConfig.reasoning_parser for a model: by the marks in the chat template, else "none"."""
+    return choose_thoughts(chat_template or "") if setting == "auto" else setting
 
 
 @dataclass(slots=True)
@@ -86,7 +86,6 @@ class ToolPlan:
         the model's. names: see Exchange."""
         form = params.structured_outputs
         if self.mode == "auto":
-            params.skip_special_tokens = False  # some models mark the tags of calls as special
             if self.schemas and form is not None and (form.json is not None or form.json_object):
                 params.structured_outputs = self._call_or(form, parser)
         elif self.structured is not None:
@@ -95,8 +94,11 @@ class ToolPlan:
             names["structured_outputs"] = names.get("tools", "tools")
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
-        """Returns a grammar for either calls in the parser's format or JSON of `form`."""
-        written = BY_NAME.get(parser, BY_NAME[DEFAULT])
+        """Returns a grammar for either calls in the parser's format or JSON of `form`; for JSON alone if the
+        parser's calls are not JSON."""
+        written = form_of(parser).json_call
+        if written is None:
+            return form
         call = _json_part(_call_schema(self.schemas, written.arguments))
         calls = {
             "type": "tags_with_separator",
@@ -241,7 +243,7 @@ def check_finish(reason: str | None) -> str:
 
 
 class AnswerFormat:
-    """The format of a request's answers: first reasoning, then content and calls."""
+    """The format of a request's answers: reasoning, content and calls."""
 
     def __init__(
         self,
@@ -253,59 +255,50 @@ class AnswerFormat:
     ) -> None:
         """An answer with a grammar has no reasoning: the grammar holds from the first token on."""
         self.plan = plan
-        self._tool_call_parser = tool_call_parser
-        self._reasons = reasoning_parser == "qwen3" and params.structured_outputs is None
-        self._thinking = self._reasons and opens_thinking(prompt)
-        self._is_amid_thought = self._reasons and continues_thought(prompt)
+        if plan.mode == "auto" or reasoning_parser != "none":
+            params.skip_special_tokens = False  # many models mark the tags of calls and reasoning as special
+        self._form: ChatFormat = form_of(tool_call_parser)
+        if plan.mode == "named":
+            self._form = NamedCall(self._form, plan.name)
+        elif plan.mode == "required":
+            self._form = ListedCalls(self._form)
+        thoughts = None if params.structured_outputs is not None else THOUGHTS_BY_NAME.get(reasoning_parser)
+        self._expected = Expected(
+            plan.schemas,
+            plan.schemas if plan.is_limited else None,
+            takes_calls=plan.mode != "none",
+            thoughts=thoughts,
+            start=Start.UNKNOWN if thoughts is None else thoughts.start_of(prompt),
+        )
 
     def parser(self, is_whole: bool) -> AnswerParser:
         """Returns a new parser for one answer, whose text comes whole or as a stream."""
-        reasoning = ThinkParser(self._thinking, self._is_amid_thought) if self._reasons else None
-        return AnswerParser(reasoning, self._calls(is_whole), self.plan)
-
-    def _calls(self, is_whole: bool) -> Parser | None:
-        plan = self.plan
-        if plan.mode == "named":
-            return NamedCall(plan.name)
-        if plan.mode == "required":
-            return ListedCalls(is_whole)
-        if plan.mode == "none":
-            return None
-        names = plan.schemas if plan.is_limited else None
-        return BY_NAME[self._tool_call_parser].reader(plan.schemas, names, is_whole)
+        return AnswerParser(Reader(self._form, self._expected, is_whole), self.plan)
 
 
 class AnswerParser:
     """Splits the text of one answer, as it arrives, into reasoning, content and calls."""
 
-    def __init__(self, reasoning: ThinkParser | None, calls: Parser | None, plan: ToolPlan) -> None:
-        self._reasoning, self._calls = reasoning, calls
-        self._mode, self._parallel = plan.mode, plan.parallel
-        self._num_calls = 0
+    def __init__(self, reader: Reader, plan: ToolPlan) -> None:
+        self._reader, self._mode, self._parallel = reader, plan.mode, plan.parallel
 
-    def push(self, text: str, *, last: bool = False) -> list[Part]:
-        """Returns the parts of `text`, in their order. With `last`, nothing follows, so nothing is held
-        back."""
-        if self._reasoning is None:
-            parts: list[Part] = [TextDelta(text)] if text else []
-        else:
-            parts = self._reasoning.push(text) + (self._reasoning.finish() if last else [])
-        if self._calls is not None:
-            found: list[Part] = []
-            for part in parts:
-                if isinstance(part, TextDelta) and not part.reasoning:
-                    found += self._calls.push(part.text)
-                else:
-                    found.append(part)
-            parts = found + (self._calls.finish() if last else [])
+    def push(self, text: str, end: str | None = None) -> list[Part]:
+        """Returns the parts of `text`, in their order. end: the engine's finish reason, if nothing follows;
+        nothing is held back then."""
+        parts = self._reader.push(text, end)
         if not self._parallel:
             parts = [p for p in parts if not isinstance(p, CallDelta) or p.index == 0]
-        self._num_calls += sum(isinstance(p, CallDelta) and p.name is not None for p in parts)
         return parts
+
+    @property
+    def is_broken(self) -> bool:
+        """True if a stream has begun a call that turned out to be broken, so that it cannot be made."""
+        return self._reader.is_broken
 
     def finish_reason(self, reason: str) -> str:
         """Returns OpenAI's finish reason for an answer that the engine ended with this reason."""
-        return "tool_calls" if reason == "stop" and self._num_calls and self._mode != "named" else reason
+        can_call = self._reader.index >= 0 and not self.is_broken and self._mode != "named"
+        return "tool_calls" if reason == "stop" and can_call else reason
 
 
 @dataclass(slots=True)

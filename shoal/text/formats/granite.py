@@ -1,33 +1,23 @@
-"""Tool calls of Granite 3, and of Phi-4-mini's official template:
-<|tool_call|>[{"name": ..., "arguments": {...}}, ...], sometimes followed by <|/tool_call|>. Without the mark,
-an answer that begins with such a list counts if it names tools of the request."""
+"""Granite 3: <|tool_call|>[{"name": ..., "arguments": {...}}, ...]. Without the mark, an answer that begins
+with such a list counts if it names tools of the request. Phi-4-mini's official template has the same mark
+and <|/tool_call|> at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.formats.json_calls import read_list
+from shoal.text.formats.reader import Reader, Steps
 
-from shoal.text.formats.tool_format import Schemas, ToolFormat
-from shoal.text.formats.tool_parsers import SPACE, MarkedCalls, Steps
 
-
-class GraniteCalls(MarkedCalls):
+class Granite(ChatFormat):
+    name = "granite"
+    signs = (("<|tool_call|>",),)
     openings = ("<|tool_call|>", "<tool_call>")
     closing = "<|/tool_call|>"
-    bare = "["
+    json_call = JsonCall("<|tool_call|>[", "]")
 
-    def __init__(self, schemas: Schemas, names: Collection[str] | None, is_whole: bool) -> None:
-        self._schemas = schemas
-        super().__init__(names, is_whole)
+    def calls(self, reader: Reader, mark: str) -> Steps:
+        yield from read_list(reader, is_known=not mark, is_strict=not mark)
 
-    def _calls(self, markup: str) -> Steps:
-        is_bare = not markup.strip()
-        names = self._schemas if is_bare and self._names is None else self._names
-        yield from self._list_of_calls(markup, names, is_strict=is_bare)
-        if self._begun:
-            self._unclosed = True
-            yield from self._skip(SPACE)
-
-
-FORMAT = ToolFormat(
-    "granite", lambda template: "<|tool_call|>" in template, GraniteCalls, begin="<|tool_call|>[", end="]"
-)
+    def bare_calls(self, reader: Reader) -> Steps:
+        yield from reader.read_bare_calls("[")

@@ -1,14 +1,22 @@
-"""Tool calls of Hermes, Qwen 2.5 and 3, Granite 4 and others:
-<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+"""Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3, MiMo and others:
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>, blocks in a row."""
 
 from __future__ import annotations
 
-from shoal.text.formats.tool_format import ToolFormat
-from shoal.text.formats.tool_parsers import TaggedCalls
+from typing import ClassVar
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FORMAT = ToolFormat(
-    "hermes",
-    lambda template: OPENING in template,
-    lambda schemas, names, is_whole: TaggedCalls(OPENING, CLOSING, names, is_whole),
-)
+from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.formats.json_calls import read_call, skip_rest
+from shoal.text.formats.reader import Reader, Steps
+
+
+class Hermes(ChatFormat):
+    name = "hermes"
+    signs: ClassVar[tuple[tuple[str, ...], ...]] = (("<tool_call>",),)
+    openings: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    closing = "</tool_call>"
+    json_call = JsonCall("<tool_call>\n", "\n</tool_call>")
+
+    def calls(self, reader: Reader, mark: str) -> Steps:
+        yield from read_call(reader)
+        yield from skip_rest(reader)

@@ -1,35 +1,26 @@
-"""Tool calls of Llama 3: {"name": ..., "parameters": {...}}; ... at the start of the answer, or after
-<|python_tag|>. A call must name one of the tools, as it has no other difference from an answer in JSON."""
+"""Llama 3: {"name": ..., "parameters": {...}}; ... at the start of the answer, or after <|python_tag|>. A
+call must name one of the tools, as it has no other difference from an answer in JSON."""
 
 from __future__ import annotations
 
-from shoal.text.formats.tool_format import ToolFormat
-from shoal.text.formats.tool_parsers import SPACE, Malformed, MarkedCalls, Steps
+from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.formats.json_calls import read_call
+from shoal.text.formats.marks import SPACE
+from shoal.text.formats.reader import Reader, Steps
 
 
-class Llama3Calls(MarkedCalls):
+class Llama3Json(ChatFormat):
+    name = "llama3_json"
+    signs = (("<|python_tag|>",), ("ipython",))
     openings = ("<|python_tag|>",)
-    bare = "{"
+    json_call = JsonCall("", "", separator="; ", arguments="parameters")
 
-    def _calls(self, markup: str) -> Steps:
+    def calls(self, reader: Reader, mark: str) -> Steps:
         while True:
-            try:
-                yield from self._call(self._names, is_strict=True)
-            except Malformed as error:
-                self._give_up(markup, error)
+            yield from read_call(reader, is_known=True, is_strict=True)
+            yield from reader.skip(SPACE + ";")
+            if (yield from reader.ahead(1)) != "{":
                 return
-            yield from self._skip(SPACE + ";")
-            if (yield from self._ahead(1)) != "{":
-                return
-            markup = ""
 
-
-FORMAT = ToolFormat(
-    "llama3_json",
-    lambda template: "<|python_tag|>" in template or "ipython" in template,
-    lambda schemas, names, is_whole: Llama3Calls(names if names is not None else schemas, is_whole),
-    begin="",
-    end="",
-    separator="; ",
-    arguments="parameters",
-)
+    def bare_calls(self, reader: Reader) -> Steps:
+        yield from reader.read_bare_calls("{")

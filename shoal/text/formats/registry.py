@@ -1,21 +1,22 @@
-"""Formats of tool calls with a parser, and marks of formats without one."""
+"""All formats: which one a chat template asks for, and by its name."""
 
 from __future__ import annotations
 
 import re
 
-from shoal.text.formats import granite, hermes, llama3_json, mistral, qwen3_coder
-from shoal.text.formats.tool_format import ToolFormat
+from shoal.text.formats.chat_format import ChatFormat, PlainFormat
+from shoal.text.formats.granite import Granite
+from shoal.text.formats.hermes import Hermes
+from shoal.text.formats.llama3_json import Llama3Json
+from shoal.text.formats.mistral import Mistral
+from shoal.text.formats.qwen3_coder import Qwen3Coder
+from shoal.text.formats.thoughts import THOUGHTS, Thoughts
 
-# In this order, as some marks contain others: the first format in a template is the model's.
-FORMATS: tuple[ToolFormat, ...] = (
-    qwen3_coder.FORMAT,
-    mistral.FORMAT,
-    granite.FORMAT,
-    hermes.FORMAT,
-    llama3_json.FORMAT,
-)
-BY_NAME = {form.name: form for form in FORMATS}
+# In this order, as some signs contain others: the first format in a template is the model's.
+FORMATS: tuple[ChatFormat, ...] = (Qwen3Coder(), Mistral(), Granite(), Hermes(), Llama3Json())
+PLAIN = PlainFormat()
+BY_NAME: dict[str, ChatFormat] = {form.name: form for form in FORMATS}
+THOUGHTS_BY_NAME: dict[str, Thoughts] = {thoughts.name: thoughts for thoughts in THOUGHTS}
 DEFAULT = "hermes"
 TOOLS = re.compile(r"\btools\b")
 
@@ -37,9 +38,14 @@ UNREAD: dict[str, tuple[str, ...]] = {
 }
 
 
+def form_of(name: str) -> ChatFormat:
+    """Returns the format of this name; one without calls for "none"."""
+    return BY_NAME.get(name, PLAIN)
+
+
 def choose(template: str) -> tuple[str, str | None]:
-    """Returns the name of the parser for a chat template, and a warning if the template has a format of calls
-    without a parser."""
+    """Returns the name of the format for a chat template, and a warning if the template has a format of calls
+    that is not read."""
     for family, marks in UNREAD.items():
         if all(mark in template for mark in marks):
             return DEFAULT, f"the chat template has tool calls in the form of {family}, which no parser reads"
@@ -52,3 +58,11 @@ def choose(template: str) -> tuple[str, str | None]:
             f"the chat template shows tools and names no form of calls that is known ({DEFAULT} is read)",
         )
     return DEFAULT, None
+
+
+def choose_thoughts(template: str) -> str:
+    """Returns the name of the reasoning format for a chat template, or "none"."""
+    for thoughts in THOUGHTS:
+        if any(sign in template for sign in thoughts.signs):
+            return thoughts.name
+    return "none"

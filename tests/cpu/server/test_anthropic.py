@@ -101,8 +101,9 @@ def test_the_clients_stream_adds_up_to_the_whole(served, client):
 
 
 def test_cut_arguments_do_not_break_the_client(served, client):
-    served.say('<tool_call>{"name": "weather", "arguments": {"city": "Par\\u00e9", "n": tru')
-    message = ask(client, tools=[TOOL])
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Par\\u00e9", "n": tru'
+    served.say(text)
+    message = ask(client, tools=[TOOL], max_tokens=len(text))
     assert message.content[0].input == {}
     with client.messages.stream(
         model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}], tools=[TOOL]

@@ -6,8 +6,9 @@ import pytest
 
 from shoal.sampling_params import SamplingParams
 from shoal.server.apis.tools import AnswerFormat, choose_tool_call_parser, plan_tools, whole
+from shoal.text.formats.parts import CallDelta
+from shoal.text.formats.reader import Expected, Reader
 from shoal.text.formats.registry import BY_NAME, UNREAD, choose
-from shoal.text.formats.tool_parsers import CallDelta
 from tests.cpu.text.test_tool_parsers import cut, parse
 
 PROPERTIES = {
@@ -163,16 +164,20 @@ CASES = [
 SCHEMAS = {"weather": SCHEMA, "ping": {"type": "object", "properties": {}}}
 
 
+def reader(name, names=None, is_whole=False):
+    return Reader(BY_NAME[name], Expected(SCHEMAS, names), is_whole)
+
+
 @pytest.mark.parametrize("name, text, expected", CASES)
 def test_calls_are_found_however_the_text_is_cut(name, text, expected):
     """Regression: the calls of Qwen3-Coder, Granite 3 and Mistral came back as text."""
     for pieces in ([text], list(text), *(cut(text, seed) for seed in range(8))):
-        assert parse(BY_NAME[name].reader(SCHEMAS, None, False), pieces) == expected
+        assert parse(reader(name), pieces) == expected
 
 
 @pytest.mark.parametrize("name, text, expected", CASES)
 def test_calls_of_a_whole_answer_are_those_of_a_stream(name, text, expected):
-    assert parse(BY_NAME[name].reader(SCHEMAS, None, True), [text]) == expected
+    assert parse(reader(name, is_whole=True), [text]) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,25 +191,25 @@ def test_calls_of_a_whole_answer_are_those_of_a_stream(name, text, expected):
 )
 def test_where_only_some_tools_may_be_called_a_call_of_another_is_text(name, text):
     for is_whole in (False, True):
-        assert parse(BY_NAME[name].reader(SCHEMAS, {"weather"}, is_whole), [text]) == [["content", text]]
-        assert parse(BY_NAME[name].reader(SCHEMAS, {"ping"}, is_whole), [text]) == [["call", "ping", "{}"]]
+        assert parse(reader(name, {"weather"}, is_whole), [text]) == [["content", text]]
+        assert parse(reader(name, {"ping"}, is_whole), [text]) == [["call", "ping", "{}"]]
 
 
 @pytest.mark.parametrize("key", ["city", "note", "free", "id"])
 def test_texts_of_xml_stream_while_they_are_written(key):
-    reader = BY_NAME["qwen3_coder"].reader(SCHEMAS, None, False)
-    reader.push(f"<tool_call>\n<function=weather>\n<parameter={key}>\n")
+    xml = reader("qwen3_coder")
+    xml.push(f"<tool_call>\n<function=weather>\n<parameter={key}>\n")
     for _ in range(3):
-        parts = reader.push("words and \n")
+        parts = xml.push("words and \n")
     assert any(isinstance(part, CallDelta) and "words and" in part.arguments for part in parts)
 
 
 def test_long_values_take_linear_time():
-    reader = BY_NAME["qwen3_coder"].reader(SCHEMAS, None, False)
-    reader.push("<tool_call>\n<function=weather>\n<parameter=tags>\n[")
+    xml = reader("qwen3_coder")
+    xml.push("<tool_call>\n<function=weather>\n<parameter=tags>\n[")
     for _ in range(50_000):
-        reader.push('"words", ')
-    parts = reader.push("1]\n</parameter>\n</function>\n</tool_call>")
+        xml.push('"words", ')
+    parts = xml.push("1]\n</parameter>\n</function>\n</tool_call>")
     assert parts[-1].arguments.endswith('"words", 1]}')
 
 
@@ -246,10 +251,11 @@ def test_a_template_with_tools_and_no_known_form_says_so(caplog):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_call_that_a_grammar_lets_be_written_beside_a_format_is_read(name):
     form = BY_NAME[name]
-    call = json.dumps({"name": "weather", form.arguments: {"city": "x"}})
-    text = form.separator.join([form.begin + call + form.end] * 2)
+    written = form.json_call
+    call = json.dumps({"name": "weather", written.arguments: {"city": "x"}})
+    text = written.separator.join([written.begin + call + written.end] * 2)
     plan = plan_tools(TOOLS, None, None, name)
     for is_whole in (True, False):
-        reader = AnswerFormat(plan, name, "none", "", SamplingParams()).parser(is_whole)
-        calls = whole(reader.push(text, last=True)).calls
+        parser = AnswerFormat(plan, name, "none", "", SamplingParams()).parser(is_whole)
+        calls = whole(parser.push(text, "stop")).calls
         assert [(c.name, c.arguments) for c in calls] == [("weather", '{"city": "x"}')] * 2

@@ -8,25 +8,45 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
-from shoal.text.formats.hermes import CLOSING, OPENING
-from shoal.text.formats.llama3_json import Llama3Calls
-from shoal.text.formats.reasoning import ThinkParser, continues_thought, opens_thinking
-from shoal.text.formats.tool_parsers import CallDelta, ListedCalls, NamedCall, TaggedCalls
+from shoal.text.formats.enforced import ListedCalls, NamedCall
+from shoal.text.formats.parts import CallDelta
+from shoal.text.formats.reader import Expected, Reader
+from shoal.text.formats.registry import BY_NAME, PLAIN
+from shoal.text.formats.thoughts import THINK, Start
+
+LLAMAS = Expected({"f": {}, "get_weather": {}})
 
 
-def hermes():
-    return TaggedCalls(OPENING, CLOSING)
+def hermes(is_whole=False):
+    return Reader(BY_NAME["hermes"], Expected(), is_whole)
 
 
-def llama():
-    return Llama3Calls({"f", "get_weather"})
+def llama(is_whole=False):
+    return Reader(BY_NAME["llama3_json"], LLAMAS, is_whole)
 
 
-def parse(parser, pieces):
+def listed(is_whole=False):
+    return Reader(ListedCalls(PLAIN), Expected(), is_whole)
+
+
+def named():
+    return Reader(NamedCall(PLAIN, "f"), Expected())
+
+
+def thinking(start=Start.UNKNOWN):
+    return Reader(PLAIN, Expected(takes_calls=False, thoughts=THINK, start=start))
+
+
+def opened():
+    return thinking(Start.INSIDE)
+
+
+def parse(parser, pieces, end="length"):
     """The parts, neighbours of one kind joined: ["text", ...] or ["call", name, arguments]. Checks what every
     delta promises."""
     found, ids = [], set()
-    for parts in [*map(parser.push, pieces), parser.finish()]:
+    ends = [None] * (len(pieces) - 1) + [end]
+    for parts in map(parser.push, pieces or [""], ends):
         for part in parts:
             if not isinstance(part, CallDelta):
                 kind = "reasoning" if part.reasoning else "content"
@@ -175,10 +195,10 @@ def test_what_is_found_is_the_same_however_the_text_is_cut(make, text, expected)
 @pytest.mark.parametrize(
     "parser, text",
     [
-        (TaggedCalls(OPENING, CLOSING, is_whole=True), HERMES["malformed arguments"][0]),
-        (TaggedCalls(OPENING, CLOSING, is_whole=True), HERMES["nested too deeply"][0]),
-        (Llama3Calls({"f"}, is_whole=True), """{"name": "f", "parameters": {"a": 1, 'b': 2}}"""),
-        (ListedCalls(is_whole=True), '[{"name": "f", "parameters": {"a": 1,}}]'),
+        (hermes(is_whole=True), HERMES["malformed arguments"][0]),
+        (hermes(is_whole=True), HERMES["nested too deeply"][0]),
+        (llama(is_whole=True), """{"name": "f", "parameters": {"a": 1, 'b': 2}}"""),
+        (listed(is_whole=True), '[{"name": "f", "parameters": {"a": 1,}}]'),
     ],
 )
 def test_a_malformed_call_of_a_whole_answer_is_content_as_it_came(parser, text):
@@ -186,17 +206,14 @@ def test_a_malformed_call_of_a_whole_answer_is_content_as_it_came(parser, text):
 
 
 def test_calls_of_a_whole_answer_before_a_malformed_one_and_those_that_were_cut_short_stay():
-    def parser():
-        return TaggedCalls(OPENING, CLOSING, is_whole=True)
-
     bad, cut_short = HERMES["malformed arguments"][0], HERMES["cut in the arguments"]
-    assert parse(parser(), [f"<tool_call>{W}</tool_call>{bad}"]) == [
+    assert parse(hermes(is_whole=True), [f"<tool_call>{W}</tool_call>{bad}"]) == [
         ["call", "get_weather", WA],
         ["content", bad],
     ]
-    assert parse(parser(), [cut_short[0]]) == cut_short[1]
-    listed = '[{"name": "f", "parameters": {"a": 1}} oops]'
-    assert parse(ListedCalls(is_whole=True), [listed]) == [["call", "f", '{"a": 1}'], ["content", "oops]"]]
+    assert parse(hermes(is_whole=True), [cut_short[0]]) == cut_short[1]
+    text = '[{"name": "f", "parameters": {"a": 1}} oops]'
+    assert parse(listed(is_whole=True), [text]) == [["call", "f", '{"a": 1}'], ["content", "oops]"]]
 
 
 FRAGMENTS = st.sampled_from(
@@ -239,14 +256,7 @@ FRAGMENTS = st.sampled_from(
 @settings(max_examples=400, deadline=None, database=None)
 @given(st.lists(FRAGMENTS, max_size=25).map("".join), st.integers(0, 1 << 30))
 def test_random_text_cut_at_random_gives_the_same(text, cuts):
-    for make in (
-        hermes,
-        llama,
-        ListedCalls,
-        lambda: NamedCall("f"),
-        ThinkParser,
-        lambda: ThinkParser(thinking=True),
-    ):
+    for make in (hermes, llama, listed, named, thinking, opened):
         whole = parse(make(), [text])
         assert parse(make(), cut(text, cuts)) == whole
         if make in (hermes, llama):
@@ -302,16 +312,16 @@ def test_long_arguments_take_linear_time():
 )
 def test_a_list_of_calls_is_read(text, expected):
     for i in range(len(text)):
-        assert parse(ListedCalls(), [text[:i], text[i:]]) == expected
+        assert parse(listed(), [text[:i], text[i:]]) == expected
 
 
 def test_a_named_call_is_all_arguments():
-    assert parse(NamedCall("f"), ['{"a"', "", ": 1}"]) == [["call", "f", '{"a": 1}']]
-    assert parse(NamedCall("f"), []) == []
+    assert parse(named(), ['{"a"', "", ": 1}"]) == [["call", "f", '{"a": 1}']]
+    assert parse(named(), []) == []
 
 
 @pytest.mark.parametrize(
-    "thinking, text, expected",
+    "is_open, text, expected",
     [
         (
             False,
@@ -326,20 +336,21 @@ def test_a_named_call_is_all_arguments():
         (True, "Hm ", [["reasoning", "Hm"]]),
         (True, "", []),
         (False, " <th", [["content", " <th"]]),
-        (False, "<think>a</think>b</think>c", [["reasoning", "a"], ["content", "b</think>c"]]),
+        (False, "<think>a</think>b</think>c", [["reasoning", "a"], ["content", "bc"]]),
+        (False, "a</think>b", [["content", "a</think>b"]]),
     ],
 )
-def test_reasoning_is_split_off_however_the_text_is_cut(thinking, text, expected):
-    assert parse(ThinkParser(thinking), list(text)) == expected
+def test_reasoning_is_split_off_however_the_text_is_cut(is_open, text, expected):
+    start = Start.INSIDE if is_open else Start.UNKNOWN
+    assert parse(thinking(start), list(text)) == expected
     for i in range(len(text) + 1):
-        assert parse(ThinkParser(thinking), [text[:i], text[i:]]) == expected
+        assert parse(thinking(start), [text[:i], text[i:]]) == expected
 
 
 def test_a_prompt_that_ends_within_the_thoughts_is_known():
-    assert opens_thinking("<|im_start|>assistant\n<think>\n")
-    assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n") and not opens_thinking(
-        "<|im_start|>assistant\n"
-    )
+    assert THINK.start_of("<|im_start|>assistant\n<think>\n") is Start.INSIDE
+    assert THINK.start_of("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Start.BEHIND
+    assert THINK.start_of("<|im_start|>assistant\n") is Start.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -357,13 +368,16 @@ def test_a_prompt_that_ends_within_the_thoughts_is_known():
     ],
 )
 def test_a_prompt_that_ends_with_half_a_thought_is_known(head):
-    assert continues_thought(f"{head}<think>\nThe user")
-    assert continues_thought(f"<|im_start|>user\nWhat is <think>?<|im_end|>\n{head}<think>1 < 2, <b>[x] \n")
-    assert not continues_thought(f"{head}<think>\nThe user\n</think>\n\nHello")
-    assert not continues_thought(f"{head}<think>\n")  # opened by the template, with no thought yet
-    assert not continues_thought(f"{head}What is <think> and why")
-    assert not continues_thought(f"<|im_start|>user\n<think> is what?<|im_end|>\n{head}")
-    assert not continues_thought(f"<user><think> is what?{head}")
+    def goes_on(prompt):
+        return THINK.start_of(prompt) is Start.AMID
+
+    assert goes_on(f"{head}<think>\nThe user")
+    assert goes_on(f"<|im_start|>user\nWhat is <think>?<|im_end|>\n{head}<think>1 < 2, <b>[x] \n")
+    assert not goes_on(f"{head}<think>\nThe user\n</think>\n\nHello")
+    assert not goes_on(f"{head}<think>\n")  # opened by the template, with no thought yet
+    assert not goes_on(f"{head}What is <think> and why")
+    assert not goes_on(f"<|im_start|>user\n<think> is what?<|im_end|>\n{head}")
+    assert not goes_on(f"<user><think> is what?{head}")
 
 
 def test_half_a_thought_goes_on_to_the_letter():
@@ -371,5 +385,5 @@ def test_half_a_thought_goes_on_to_the_letter():
     text = " says hi.\n</think>\n\nHello"
     for pieces in ([text], list(text)):
         expected = [["reasoning", " says hi."], ["content", "Hello"]]
-        assert parse(ThinkParser(is_amid=True), pieces) == expected
-    assert parse(ThinkParser(is_amid=True), [" and <think> more"]) == [["reasoning", " and <think> more"]]
+        assert parse(thinking(Start.AMID), pieces) == expected
+    assert parse(thinking(Start.AMID), [" and <think> more"]) == [["reasoning", " and <think> more"]]

@@ -1,0 +1,170 @@
+"""Reading of JSON, and of calls that are written as JSON objects.
+
+The reader is strict. Only bare control characters in strings are escaped, which models write for line
+breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+
+from shoal.text.formats.marks import SPACE
+from shoal.text.formats.reader import Ended, Malformed, Reader, Steps
+
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # unescaped characters of a string
+ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+WORD = re.compile(r"[-+.0-9A-Za-z]*")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+MAX_DEPTH = 64  # arguments with deeper nesting count as malformed
+
+
+def read_string(reader: Reader) -> Generator[None, None, str]:
+    """Reads a JSON string and returns its value."""
+    yield from reader.expect('"')
+    parts: list[str] = []
+    while True:
+        rest = yield from reader.available()
+        if not rest:
+            raise Ended
+        if rest[0] == '"':
+            break
+        if rest[0] == "\\":
+            yield from _escape(reader, parts)
+        elif rest[0] < " ":
+            parts.append(json.dumps(rest[0])[1:-1])
+            reader.take(rest[0], mended=parts[-1])
+        else:
+            parts.append(PLAIN.match(rest)[0])  # type: ignore[index]
+            reader.take(parts[-1])
+    reader.take('"')
+    return json.loads(f'"{"".join(parts)}"')
+
+
+def _escape(reader: Reader, parts: list[str]) -> Steps:
+    text = yield from reader.ahead(2)
+    if text == "\\u":
+        text = yield from reader.ahead(6)
+    if not ESCAPE.fullmatch(text):
+        raise Ended if len(text) < (6 if text[1:2] == "u" else 2) else Malformed
+    parts.append(text)
+    reader.take(text)
+
+
+def read_word(reader: Reader) -> Steps:
+    """Reads a number, true, false or null."""
+    while True:
+        rest = yield from reader.available()
+        word = WORD.match(rest)[0]  # type: ignore[index]
+        if len(word) < len(rest) or reader.is_ended:
+            break
+        yield
+    if word not in ("true", "false", "null") and not NUMBER.fullmatch(word):
+        raise Malformed if len(word) < len(rest) else Ended
+    reader.take(word)
+
+
+def read_value(reader: Reader, depth: int = 0) -> Steps:
+    char = yield from reader.next()
+    if depth > MAX_DEPTH:
+        raise Malformed
+    if char == '"':
+        yield from read_string(reader)
+    elif char not in "{[":
+        yield from read_word(reader)
+    else:
+        reader.take(char)
+        end = "}" if char == "{" else "]"
+        if (yield from reader.next()) == end:
+            reader.take(end)
+            return
+        while True:
+            if char == "{":
+                yield from read_string(reader)
+                yield from reader.expect(":")
+            yield from read_value(reader, depth + 1)
+            if (yield from reader.expect("," + end)) == end:
+                return
+
+
+def read_object(reader: Reader, name: str, call_id: str = "") -> Steps:
+    """Reads the arguments of a call whose name is known."""
+    if (yield from reader.next()) != "{":
+        raise Malformed
+    reader.begin(name, call_id)
+    reader.copies = True
+    yield from read_value(reader)
+    reader.copies = False
+    reader.complete()
+
+
+def read_call(reader: Reader, *, is_known: bool = False, is_strict: bool = False) -> Steps:
+    """Reads {"name": ..., "arguments": {...}}. is_known: it is a call only if the request has the tool.
+    is_strict: without other keys."""
+    reader.next_call()
+    accepts = reader.knows if is_known else reader.accepts
+    name, has_arguments = "", False
+    yield from reader.expect("{")
+    while True:
+        key = yield from read_string(reader)
+        yield from reader.expect(":")
+        if key == "name" and not name:
+            name = yield from read_string(reader)
+            if not accepts(name):
+                raise Malformed
+            if has_arguments:
+                reader.begin(name)
+                reader.complete()
+        elif key in ("arguments", "parameters") and not has_arguments:
+            yield from _arguments(reader, name)
+            has_arguments = True
+        elif not is_strict or key in ("type", "id"):
+            yield from read_value(reader)
+        else:
+            raise Malformed
+        if (yield from reader.expect(",}")) == "}":
+            break
+    if not name:
+        raise Malformed
+    if not has_arguments:
+        reader.begin(name)
+        reader.end_arguments()
+
+
+def _arguments(reader: Reader, name: str) -> Steps:
+    if (yield from reader.next()) == "{":
+        if name:
+            yield from read_object(reader, name)
+        else:
+            reader.copies = True
+            yield from read_value(reader)
+            reader.copies = False
+        return
+    # Some models write the object as text, or null for an empty one.
+    start = reader.num_taken()
+    yield from read_value(reader)
+    try:
+        value = json.loads(json.loads(reader.taken_since(start), strict=False) or "{}")
+    except (TypeError, ValueError):
+        raise Malformed from None
+    if not isinstance(value, dict):
+        raise Malformed
+    reader.add(json.dumps(value))
+    if name:
+        reader.begin(name)
+        reader.complete()
+
+
+def read_list(reader: Reader, *, is_known: bool = False, is_strict: bool = False) -> Steps:
+    """Reads [{"name": ...}, ...]."""
+    yield from reader.expect("[")
+    while True:
+        yield from read_call(reader, is_known=is_known, is_strict=is_strict)
+        if (yield from reader.expect(",]")) == "]":
+            return
+
+
+def skip_rest(reader: Reader) -> Steps:
+    """Moves past white space, and a brace too many, which is a common error."""
+    yield from reader.skip(SPACE + "}")
