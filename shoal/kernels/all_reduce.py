@@ -3,7 +3,7 @@ the others' memory, in one kernel, which a graph captures like any other. Alone,
 RMSNorm that follow.
 
 Each rank has a buffer that all ranks map. `one_shot` writes a rank's whole input to every other rank, and
-each sums everything. `two_shot` writes to each rank the piece that it sums, and then the sums to all, which
+each sums everything. `two_shot` writes to each rank the shard that it sums, and then the sums to all, which
 is less to write for more than two ranks, at the price of a second wait. Sums are made in float32 in the order
 of ranks, so that all ranks get the same bits.
 
@@ -48,7 +48,7 @@ FLAG_INTS = MAX_BLOCKS * 2 * MAX_RANKS
 HEAD_BYTES = 4 * (COUNTER_INTS + FLAG_INTS)
 PLAIN_BLOCK = 2048  # elements of a block where no norm asks for whole rows
 ELEMENTS_PER_THREAD = 8
-ALIGNED = 8  # elements: pieces begin at multiples of 16 bytes
+ALIGNED = 8  # elements: shards begin at multiples of 16 bytes
 FAR_AHEAD = 1 << 30  # turns
 FOR_EVER = -1
 
@@ -80,7 +80,7 @@ def choose_way(num_bytes: int, ranks: int) -> Way:
 
 
 def region_bytes(block_bytes: int, ranks: int) -> int:
-    """Bytes of one block's region of one stage and half: one block of each rank, or the ranks' pieces of
+    """Bytes of one block's region of one stage and half: one block of each rank, or the ranks' shards of
     one."""
     return ranks * -(-block_bytes // 64) * 64
 
@@ -222,29 +222,29 @@ def _two_shot(
     SIZE: tl.constexpr,
     REGION: tl.constexpr,
     CHUNK: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECE_BLOCK: tl.constexpr,
+    SHARD: tl.constexpr,
+    SHARD_BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The same for the elements from x_ptr on; `num_left` belong to the message. Rank r sums the
-    positions [r * PIECE, (r + 1) * PIECE). Sums beyond the message are not read."""
-    i = tl.arange(0, PIECE_BLOCK)
+    positions [r * SHARD, (r + 1) * SHARD). Sums beyond the message are not read."""
+    i = tl.arange(0, SHARD_BLOCK)
     for rank in tl.static_range(SIZE):
         address = tl.load(addresses_ptr + rank)
         theirs = _region(address, block, turn & 1, 0, REGION, DTYPE)
-        there = (i < PIECE) & (rank * PIECE + i < CHUNK) & (rank * PIECE + i < num_left)
-        piece = tl.load(x_ptr + rank * PIECE + i, mask=there, other=0.0)
-        tl.store(theirs + RANK * PIECE + i, piece, mask=there)
+        there = (i < SHARD) & (rank * SHARD + i < CHUNK) & (rank * SHARD + i < num_left)
+        shard = tl.load(x_ptr + rank * SHARD + i, mask=there, other=0.0)
+        tl.store(theirs + RANK * SHARD + i, shard, mask=there)
     _exchange(addresses_ptr, own, block, turn, most_polls, 0, RANK, SIZE)
     ours = _region(own, block, turn & 1, 0, REGION, DTYPE)
-    total = tl.zeros((PIECE_BLOCK,), tl.float32)
+    total = tl.zeros((SHARD_BLOCK,), tl.float32)
     for rank in tl.static_range(SIZE):
-        piece = tl.load(ours + rank * PIECE + i, mask=i < PIECE, other=0.0, cache_modifier=".cg")
-        total += piece.to(tl.float32)
+        shard = tl.load(ours + rank * SHARD + i, mask=i < SHARD, other=0.0, cache_modifier=".cg")
+        total += shard.to(tl.float32)
     for rank in tl.static_range(SIZE):
         address = tl.load(addresses_ptr + rank)
         theirs = _region(address, block, turn & 1, 1, REGION, DTYPE)
-        tl.store(theirs + RANK * PIECE + i, total.to(DTYPE), mask=i < PIECE)
+        tl.store(theirs + RANK * SHARD + i, total.to(DTYPE), mask=i < SHARD)
     _exchange(addresses_ptr, own, block, turn, most_polls, 1, RANK, SIZE)
     sums = _region(own, block, turn & 1, 1, REGION, DTYPE)
     return tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
@@ -264,8 +264,8 @@ def _all_reduce_kernel(
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECE_BLOCK: tl.constexpr,
+    SHARD: tl.constexpr,
+    SHARD_BLOCK: tl.constexpr,
     REGION: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     NORM: tl.constexpr,
@@ -299,8 +299,8 @@ def _all_reduce_kernel(
             SIZE,
             REGION,
             CHUNK,
-            PIECE,
-            PIECE_BLOCK,
+            SHARD,
+            SHARD_BLOCK,
             x_ptr.dtype.element_ty,
         )
     else:
@@ -354,7 +354,7 @@ def _launch(
 ) -> None:
     way = way or choose_way(x.nbytes, peers.size)
     block = next_power_of_2(chunk)
-    piece = cdiv(chunk, peers.size * ALIGNED) * ALIGNED
+    shard = cdiv(chunk, peers.size * ALIGNED) * ALIGNED
     _all_reduce_kernel[(cdiv(x.numel(), chunk),)](
         x,
         residual,
@@ -368,8 +368,8 @@ def _launch(
         SIZE=peers.size,
         CHUNK=chunk,
         BLOCK=block,
-        PIECE=piece,
-        PIECE_BLOCK=next_power_of_2(piece),
+        SHARD=shard,
+        SHARD_BLOCK=next_power_of_2(shard),
         REGION=region_bytes(peers.block_bytes, peers.size),
         TWO_SHOT=way is Way.TWO_SHOT,
         NORM=residual is not None,

@@ -8,7 +8,7 @@ take turns at setting out, so that one's softmax meets the other's matmuls.
 
 Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM
 and takes item after item from a counter. Its producer fetches for the next item while the last one ends. A
-cache block of 16 tokens of one head lies in one piece, so that TMA fetches 64 dims of it with one
+cache block of 16 tokens of one head lies in one run, so that TMA fetches 64 dims of it with one
 instruction.
 
 Figures are in benchmarks/results/kernels.md. The oracle is reference.py beside it. Shapes as in
@@ -41,7 +41,7 @@ STAGES: gl.constexpr = gl.constexpr(2)  # tiles of keys, and of values, in share
 PANEL: gl.constexpr = gl.constexpr(64)
 ONE_WARP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WARPGROUP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PIECE = 16  # lines that one TMA instruction fetches, if a cache block has as many
+BOX = 16  # a TMA box: lines that one instruction fetches, if a cache block has as many
 TILE_LAYOUT, QUERY_LAYOUT = (gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3))
 
 
@@ -94,22 +94,22 @@ def _fetch(
     head_lines,
     num_lines,
     GROUP: gl.constexpr,
-    PACK: gl.constexpr,
+    HEADS: gl.constexpr,
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    PIECE: gl.constexpr,
+    BOX: gl.constexpr,
 ):
-    """The work of the producer warp. A cache block is fetched in pieces. What no query may see becomes
+    """The work of the producer warp. A cache block is fetched in boxes. What no query may see becomes
     zeros."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     PANELS: gl.constexpr = N // PANEL
-    PIECES: gl.constexpr = BLOCK_N // PIECE
+    BOXES: gl.constexpr = BLOCK_N // BOX
     TILE_BYTES: gl.constexpr = BLOCK_N * N * 2
     dtype: gl.constexpr = k_smem.dtype
-    q_parts = q_smem._reinterpret(dtype, [2 * PANELS, ROWS // 2 // PACK, PACK, PANEL], q_desc.layout)
-    k_parts = k_smem._reinterpret(dtype, [STAGES * PANELS * PIECES, PIECE, PANEL], kv_desc.layout)
-    v_parts = v_smem._reinterpret(dtype, [STAGES * PANELS * PIECES, PIECE, PANEL], kv_desc.layout)
+    q_parts = q_smem._reinterpret(dtype, [2 * PANELS, ROWS // 2 // HEADS, HEADS, PANEL], q_desc.layout)
+    k_parts = k_smem._reinterpret(dtype, [STAGES * PANELS * BOXES, BOX, PANEL], kv_desc.layout)
+    v_parts = v_smem._reinterpret(dtype, [STAGES * PANELS * BOXES, BOX, PANEL], kv_desc.layout)
     item = gl.program_id(0)
     turn = 0
     count = 0
@@ -120,7 +120,7 @@ def _fetch(
         first_pos = gl.load(tile_ptr + 2)
         blocks_ptr = table_ptr + gl.load(rows_ptr + gl.load(tile_ptr + 3)).to(gl.int64) * stride_table
         end = first_pos + num_queries
-        head = item // num_tiles * PACK
+        head = item // num_tiles * HEADS
         head_line = head // GROUP * head_lines
 
         mbarrier.wait(q_free, (turn & 1) ^ 1)
@@ -130,18 +130,18 @@ def _fetch(
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
                     q_desc,
-                    [first_token + half * (ROWS // 2 // PACK), head, panel * PANEL],
+                    [first_token + half * (ROWS // 2 // HEADS), head, panel * PANEL],
                     q_ready,
                     q_parts.index(half * PANELS + panel),
                 )
         for tile in range(gl.cdiv(end, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES & 1) ^ 1
-            part = stage * PANELS * PIECES
+            part = stage * PANELS * BOXES
             first = tile * BLOCK_N
             lines = ()
-            for piece in gl.static_range(PIECES):
-                key = first + piece * PIECE
+            for box in gl.static_range(BOXES):
+                key = first + box * BOX
                 block = gl.load(blocks_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
                 line = block * block_lines + head_line + key % BLOCK_SIZE
                 line = gl.where(key < end, line, num_lines)  # num_lines: outside, which TMA fills with zeros
@@ -149,32 +149,32 @@ def _fetch(
 
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_ready.index(stage), TILE_BYTES)
-            for piece in gl.static_range(PIECES):
+            for box in gl.static_range(BOXES):
                 for panel in gl.static_range(PANELS):
                     tma.async_copy_global_to_shared(
                         kv_desc,
-                        [lines[piece], panel * PANEL],
+                        [lines[box], panel * PANEL],
                         k_ready.index(stage),
-                        k_parts.index(part + panel * PIECES + piece),
+                        k_parts.index(part + panel * BOXES + box),
                     )
 
             mbarrier.wait(v_free.index(stage), phase)
             # Slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo. So TMA does
-            # not fetch the piece with `end` in it.
-            cut = gl.minimum(end - first, BLOCK_N) // PIECE
-            whole = (end % PIECE == 0) | (cut == PIECES)
+            # not fetch the box with `end` in it.
+            cut = gl.minimum(end - first, BLOCK_N) // BOX
+            whole = (end % BOX == 0) | (cut == BOXES)
             if whole:
                 mbarrier.expect(v_ready.index(stage), TILE_BYTES)
             else:
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-                key = first + cut * PIECE
+                key = first + cut * BOX
                 line = (
                     gl.load(blocks_ptr + key // BLOCK_SIZE) * block_lines
                     + head_line
                     + key % BLOCK_SIZE
                     + kv_lines
                 )
-                slots = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+                slots = gl.arange(0, BOX, gl.SliceLayout(1, layout))
                 offsets = slots[:, None] * N + gl.arange(0, PANEL, gl.SliceLayout(0, layout))[None, :]
                 for panel in gl.static_range(PANELS):
                     values = gl.load(
@@ -182,18 +182,18 @@ def _fetch(
                         mask=(key + slots < end)[:, None],
                         other=0.0,
                     )
-                    v_parts.index(part + panel * PIECES + cut).store(values)
+                    v_parts.index(part + panel * BOXES + cut).store(values)
                 fence_async_shared()
                 barrier()  # One thread speaks for all.
-                mbarrier.expect(v_ready.index(stage), TILE_BYTES - PIECE * N * 2)
-            for piece in gl.static_range(PIECES):
+                mbarrier.expect(v_ready.index(stage), TILE_BYTES - BOX * N * 2)
+            for box in gl.static_range(BOXES):
                 for panel in gl.static_range(PANELS):
                     tma.async_copy_global_to_shared(
                         kv_desc,
-                        [lines[piece] + kv_lines, panel * PANEL],
+                        [lines[box] + kv_lines, panel * PANEL],
                         v_ready.index(stage),
-                        v_parts.index(part + panel * PIECES + piece),
-                        pred=whole | (cut != piece),
+                        v_parts.index(part + panel * BOXES + box),
+                        pred=whole | (cut != box),
                     )
             count += 1
         taken = gl.atomic_add(taken_ptr, 1, sem="relaxed")
@@ -307,7 +307,7 @@ def _attend(
     turns,
     scale_log2,
     H: gl.constexpr,
-    PACK: gl.constexpr,
+    HEADS: gl.constexpr,
     N: gl.constexpr,
     HALF: gl.constexpr,
 ):
@@ -329,7 +329,7 @@ def _attend(
     while num_queries > 0:
         tiles = gl.cdiv(first_pos + num_queries, BLOCK_N)
         middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # All rows see all keys of the tiles before it.
-        positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // PACK
+        positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // HEADS
 
         _await(k_ready, count)
         scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, count, scores_layout)])
@@ -396,12 +396,12 @@ def _attend(
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
         result = gl.convert_layout(acc.to(dtype), out_layout)
         rows = HALF * M + gl.arange(0, M, gl.SliceLayout(1, out_layout))
-        offsets = rows // PACK * (H * N) + rows % PACK * N
+        offsets = rows // HEADS * (H * N) + rows % HEADS * N
         tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N
         gl.store(
             tile_ptr + offsets[:, None] + gl.arange(0, N, gl.SliceLayout(0, out_layout))[None, :],
             result,
-            mask=(rows // PACK < num_queries)[:, None],
+            mask=(rows // HEADS < num_queries)[:, None],
         )
         turn += 1
         mbarrier.wait(q_ready, turn & 1)
@@ -431,12 +431,12 @@ def hopper_prefill_kernel(
     num_lines,
     H: gl.constexpr,
     GROUP: gl.constexpr,
-    PACK: gl.constexpr,
+    HEADS: gl.constexpr,
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    PIECE: gl.constexpr,
+    BOX: gl.constexpr,
 ):
-    """Items are pairs (PACK heads, tile of ROWS / PACK queries), with the heads in the outer order. So
+    """Items are pairs (HEADS heads, tile of ROWS / HEADS queries), with the heads in the outer order. So
     programs that run side by side read the same keys, from the L2 cache."""
     dtype: gl.constexpr = kv_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, N], kv_desc.layout)
@@ -464,11 +464,11 @@ def hopper_prefill_kernel(
         [
             (
                 _attend,
-                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 0),
+                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, HEADS, N, 0),
             ),
             (
                 _attend,
-                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 1),
+                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, HEADS, N, 1),
             ),
             (
                 _fetch,
@@ -494,10 +494,10 @@ def hopper_prefill_kernel(
                     head_lines,
                     num_lines,
                     GROUP,
-                    PACK,
+                    HEADS,
                     N,
                     BLOCK_SIZE,
-                    PIECE,
+                    BOX,
                 ),
             ),
         ],
@@ -559,7 +559,7 @@ def hopper_prefill_attention(
     must run one after the other."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     num_heads = q_THN.shape[1]
-    pack, piece = heads_an_item(num_heads // num_kv_heads), min(block_size, PIECE)
+    heads, box = heads_an_item(num_heads // num_kv_heads), min(block_size, BOX)
     assert (
         q_THN.stride()[1:] == (head_dim, 1)
         and out_THN.is_contiguous()
@@ -577,13 +577,13 @@ def hopper_prefill_attention(
         q_THN,
         list(q_THN.shape),
         list(q_THN.stride()),
-        [ROWS.value // 2 // pack, pack, PANEL.value],
+        [ROWS.value // 2 // heads, heads, PANEL.value],
         QUERY_LAYOUT,
     )
     kv_desc = TensorDescriptor(
-        kv_layer, [num_lines, head_dim], [head_dim, 1], [piece, PANEL.value], TILE_LAYOUT
+        kv_layer, [num_lines, head_dim], [head_dim, 1], [box, PANEL.value], TILE_LAYOUT
     )
-    num_items = work.shape[0] * (num_heads // pack)
+    num_items = work.shape[0] * (num_heads // heads)
     hopper_prefill_kernel[(min(num_sms, num_items),)](
         q_desc,
         kv_desc,
@@ -603,10 +603,10 @@ def hopper_prefill_attention(
         num_lines,
         H=num_heads,
         GROUP=num_heads // num_kv_heads,
-        PACK=pack,
+        HEADS=heads,
         N=head_dim,
         BLOCK_SIZE=block_size,
-        PIECE=piece,
+        BOX=box,
         num_warps=4,
         maxnreg=168,
     )

@@ -20,7 +20,6 @@ oracle is the matmul with the unpacked matrix, and of rows in fp8 with what they
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,8 @@ import triton.language as tl
 from shoal.kernels.activation import silu_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
-from shoal.kernels.matmul.linear import finish, fitting_stages
+from shoal.kernels.matmul.linear import epilogue, fitting_stages
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.quant.fp8_quantize import quantize, silu_mul_fp8
 from shoal.kernels.quant.fp8_tensor import Fp8Rows
@@ -118,7 +118,7 @@ def _row_kernel(
         result *= tl.load(scales_ptr + out, mask=out < O, other=0.0)
         if GATED:
             up *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)
-    result = finish(result, up, bias_ptr, out, O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(result, up, bias_ptr, out, O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptr + out, result, mask=out < O)
@@ -269,7 +269,7 @@ def _few_kernel(
         sums *= tl.load(scales_ptr + out, mask=out < O, other=0.0)[:, None]
         if GATED:
             up_sums *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)[:, None]
-    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptrs, result, mask=in_out & in_row)
@@ -503,7 +503,7 @@ def _few(
         assert grid[0] * grid[1] <= MAX_SPLIT_TILES
         size = tiles.rows * tiles.outs * (1 + shape.gated)
         parts = x_TI.new_empty(grid[0] * grid[1] * grid[2] * size, dtype=torch.float32)
-        arrived = _arrived(x_TI.device)
+        arrived = arrival_counters("fp8_linear", MAX_SPLIT_TILES, x_TI.device)
     stage_bytes = tiles.columns * (tiles.outs * (1 + shape.gated) + tiles.rows * x_TI.itemsize)
     whole = tiles.columns % 64 == shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
     tiled = whole and x_TI.itemsize == 2
@@ -571,10 +571,3 @@ def _by_torch(
     torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=product)
     if add:
         out_TO += product
-
-
-@functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """Returns the counters of finished parts, one per tile. Every launch leaves zeros, which the next one
-    counts on. So launches on one device must follow each other."""
-    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

@@ -34,11 +34,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from shoal.kernels.hopper import barrier
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import wait_for_inputs
-from shoal.kernels.matmul.hopper_row import finish
+from shoal.kernels.matmul.hopper_row import row_epilogue
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a group
+OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a strip
 SLICES: gl.constexpr = gl.constexpr(8)  # slices of a tile's inputs
 PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TMA swizzles as one row
 # Tiles of 16 KB in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
@@ -52,18 +52,18 @@ LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number become
 
 
 @gluon.jit
-def _ask(stage, group, piece, pred, memory, O, GATED: gl.constexpr, GROUPED: gl.constexpr):
-    """Asks for a tile of this program: a piece of the inputs of a group of outputs, and its scales."""
+def _request(stage, strip, k_tile, pred, memory, O, GATED: gl.constexpr, GROUPED: gl.constexpr):
+    """Requests a tile of this program: a k-tile of a strip of outputs, and its scales."""
     weight_desc, scales_desc, weight_smem, scales_smem, full = memory
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if GROUPED else 0
     BYTES: gl.constexpr = (1 + GATED) * (weight_desc.block_type.nbytes + SCALES)
-    out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS
+    out = (gl.program_id(0) + strip * gl.num_programs(0)) * OUTS
     mbarrier.expect(full.index(stage), BYTES, pred=pred)
     for half in gl.static_range(1 + GATED):
         place = stage * (1 + GATED) + half
         tma.async_copy_global_to_shared(
             weight_desc,
-            [out + half * O, piece * SLICES, 0],
+            [out + half * O, k_tile * SLICES, 0],
             full.index(stage),
             weight_smem.index(place),
             pred=pred,
@@ -71,7 +71,7 @@ def _ask(stage, group, piece, pred, memory, O, GATED: gl.constexpr, GROUPED: gl.
         if GROUPED:
             tma.async_copy_global_to_shared(
                 scales_desc,
-                [piece * SLICES, out + half * O],
+                [k_tile * SLICES, out + half * O],
                 full.index(stage),
                 scales_smem.index(place),
                 pred=pred,
@@ -120,7 +120,7 @@ def put_row(x, x_smem):
 
 @gluon.jit
 def outputs(sums, layout: gl.constexpr, mma: gl.constexpr, BY_SLICE: gl.constexpr):
-    """The sums of a group's outputs: what each slice has with its own inputs, high and low. BY_SLICE: the
+    """The sums of a strip's outputs: what each slice has with its own inputs, high and low. BY_SLICE: the
     rows of a slice follow each other, otherwise the rows of an output."""
     SLICES: gl.constexpr = sums.shape[1] // 2
     row = gl.arange(0, OUTS * SLICES, gl.SliceLayout(1, mma))[:, None]
@@ -153,7 +153,7 @@ def hopper_fp8_row_kernel(
     eps,
     O,
     I,
-    pieces,
+    k_tiles,
     GATED: gl.constexpr,
     ADD: gl.constexpr,
     GROUPED: gl.constexpr,
@@ -161,7 +161,7 @@ def hopper_fp8_row_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Computes groups of outputs, `pieces` tiles each: this program's first, then each one that lies a grid
+    """Computes strips of outputs, `k_tiles` tiles each: this program's first, then each one that lies a grid
     further. GROUPED: 128 inputs share a scale, otherwise all. BLOCK_X >= I."""
     gl.static_assert(num_warps == WARPS)
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
@@ -183,10 +183,10 @@ def hopper_fp8_row_kernel(
         mbarrier.init(full.index(i), count=1)
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     memory = (weight_desc, scales_desc, weight_smem, scales_smem, full)
-    asked_piece, asked_group = 0, 0
+    next_k_tile, next_strip = 0, 0
     for stage in range(EARLY // (1 + GATED)):
-        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
-        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+        _request(stage, next_strip, next_k_tile, next_strip < mine, memory, O, GATED, GROUPED)
+        next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, BLOCK_X // PART, gl.SliceLayout(1, layout))
@@ -196,8 +196,8 @@ def hopper_fp8_row_kernel(
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0)
     for stage in range(EARLY // (1 + GATED), RING):
-        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
-        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+        _request(stage, next_strip, next_k_tile, next_strip < mine, memory, O, GATED, GROUPED)
+        next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
     x = x.to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
@@ -205,8 +205,8 @@ def hopper_fp8_row_kernel(
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     stage, turn = 0, 0
-    for group in range(mine):
-        out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
+    for strip in range(mine):
+        out = (gl.program_id(0) + strip * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
         if ADD:
             before = gl.load(out_ptr + out, mask=out < O, other=0.0)
         if not GROUPED:
@@ -215,17 +215,17 @@ def hopper_fp8_row_kernel(
                 up_scale = gl.load(scales_ptr + O + out, mask=out < O, other=0.0)
         sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
         up_sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
-        for piece in range(pieces):
+        for k_tile in range(k_tiles):
             place = stage * (1 + GATED)
             mbarrier.wait(full.index(stage), turn & 1)
             product = warpgroup_mma(
-                weights.index(place), x_smem.index(piece).permute((1, 0)), sums, use_acc=False, is_async=True
+                weights.index(place), x_smem.index(k_tile).permute((1, 0)), sums, use_acc=False, is_async=True
             )
             up_product = product
             if GATED:
                 up_product = warpgroup_mma(
                     weights.index(place + 1),
-                    x_smem.index(piece).permute((1, 0)),
+                    x_smem.index(k_tile).permute((1, 0)),
                     up_sums,
                     use_acc=False,
                     is_async=True,
@@ -239,8 +239,8 @@ def hopper_fp8_row_kernel(
                 up_sums += up_product
             sums += product
             barrier()  # All warps have read the tile.
-            _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
-            asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+            _request(stage, next_strip, next_k_tile, next_strip < mine, memory, O, GATED, GROUPED)
+            next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
             stage, turn = following(stage, turn, RING)
         result = outputs(sums, line, mma, False) * smaller
         up = result
@@ -250,7 +250,7 @@ def hopper_fp8_row_kernel(
             result *= scale
             if GATED:
                 up *= up_scale
-        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
+        result = row_epilogue(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)

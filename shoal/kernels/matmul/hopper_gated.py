@@ -6,7 +6,7 @@ of a matmul with few inputs.
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) four tiles of
 inputs ahead of them, over the ends of output tiles too. Two warpgroups of 64 rows share each tile of gate and
 up, which are the two halves of one matmul, and round both as two matmuls would. TMA also stores the
-results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few rows and
+results. Tiles are taken in bands of 16 tiles of rows, so that what runs side by side reads few rows and
 weights, from the L2 cache.
 
 Figures are in benchmarks/results/products.md. T rows · I inputs · F outputs. The oracle is reference.py.
@@ -34,15 +34,15 @@ ROWS: gl.constexpr = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)  # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
-GROUP: gl.constexpr = gl.constexpr(16)
+BAND: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
 def _tile(item, row_tiles, out_tiles):
     """The tile of rows and the tile of outputs of an item."""
-    first = item // (GROUP * out_tiles) * GROUP
-    height = gl.minimum(row_tiles - first, GROUP)
-    within = item % (GROUP * out_tiles)
+    first = item // (BAND * out_tiles) * BAND
+    height = gl.minimum(row_tiles - first, BAND)
+    within = item % (BAND * out_tiles)
     return first + within % height, within // height
 
 

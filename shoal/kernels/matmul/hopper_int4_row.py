@@ -25,7 +25,7 @@ from shoal.kernels.hopper import barrier
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_fp8_row import OUTS, PART, following, normed, outputs, put_row
 from shoal.kernels.matmul.hopper_linear import wait_for_inputs
-from shoal.kernels.matmul.hopper_row import finish
+from shoal.kernels.matmul.hopper_row import row_epilogue
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -45,14 +45,14 @@ PROGRAMS = 3  # that an SM has at once: one multiplies while others make operand
 
 
 @gluon.jit
-def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, MINIMA: gl.constexpr):
-    """Asks for a tile of this program: a piece of the inputs of a group of outputs, and its scales."""
+def _request(stage, strip, k_tile, pred, memory, to_up, k_tiles, GATED: gl.constexpr, MINIMA: gl.constexpr):
+    """Requests a tile of this program: a k-tile of a strip of outputs, and its scales."""
     words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full = memory
     BYTES: gl.constexpr = words_desc.block_type.nbytes + (1 + MINIMA) * scales_desc.block_type.nbytes
-    outs = gl.program_id(0) + group * gl.num_programs(0)
+    outs = gl.program_id(0) + strip * gl.num_programs(0)
     mbarrier.expect(full.index(stage), (1 + GATED) * BYTES, pred=pred)
     for half in gl.static_range(1 + GATED):
-        tile = (outs + half * to_up) * pieces + piece
+        tile = (outs + half * to_up) * k_tiles + k_tile
         place = stage * (1 + GATED) + half
         tma.async_copy_global_to_shared(
             words_desc, [tile * STEPS, 0], full.index(stage), words_smem.index(place), pred=pred
@@ -153,7 +153,7 @@ def _tile(
     x_smem,
     x_sums,
     place,
-    piece,
+    k_tile,
     sums,
     lowest,
     highest,
@@ -168,10 +168,10 @@ def _tile(
     words = words.reshape((SLICES, 2, 2, 8, 4, 2, 2)).permute((0, 2, 3, 4, 5, 6, 1))  # The last is the half.
     first, last = gl.split(words)
     a = warpgroup_mma(
-        _operand(first, dot), x_smem.index(piece * 2).permute((1, 0)), sums, use_acc=False, is_async=True
+        _operand(first, dot), x_smem.index(k_tile * 2).permute((1, 0)), sums, use_acc=False, is_async=True
     )
     b = warpgroup_mma(
-        _operand(last, dot), x_smem.index(piece * 2 + 1).permute((1, 0)), sums, use_acc=False, is_async=True
+        _operand(last, dot), x_smem.index(k_tile * 2 + 1).permute((1, 0)), sums, use_acc=False, is_async=True
     )
     a_low, a_high, b_low, b_high = _pairs(scales_smem, place, pairs)
     a_low, a_high, b_low, b_high = a_low * SCALE, a_high * (SCALE * 16), b_low * SCALE, b_high * (SCALE * 16)
@@ -180,7 +180,7 @@ def _tile(
         c_low, c_high, d_low, d_high = _pairs(minima_smem, place, pairs)
         c_low, c_high, d_low, d_high = c_low * MINIMUM, c_high * MINIMUM, d_low * MINIMUM, d_high * MINIMUM
     of_slices: gl.constexpr = gl.SliceLayout(1, pairs)
-    x_first, x_last = x_sums.index(piece * 2).load(of_slices), x_sums.index(piece * 2 + 1).load(of_slices)
+    x_first, x_last = x_sums.index(k_tile * 2).load(of_slices), x_sums.index(k_tile * 2 + 1).load(of_slices)
     a, b = warpgroup_mma_wait(0, deps=[a, b])
     sums, lowest, highest = _add(a, a_low, a_high, c_low, c_high, x_first, sums, lowest, highest, mma)
     return _add(b, b_low, b_high, d_low, d_high, x_last, sums, lowest, highest, mma)
@@ -205,15 +205,15 @@ def hopper_int4_row_kernel(
     O,
     I,
     to_up,
-    pieces,
+    k_tiles,
     GATED: gl.constexpr,
     ADD: gl.constexpr,
     BLOCK_X: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Computes groups of outputs, `pieces` tiles each: this program's first, then each one that lies a grid
-    further. `to_up`: groups from gate to up. BLOCK_X >= I."""
+    """Computes strips of outputs, `k_tiles` tiles each: this program's first, then each one that lies a grid
+    further. `to_up`: strips from gate to up. BLOCK_X >= I."""
     gl.static_assert(num_warps == SLICES)
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     FP8: gl.constexpr = gl.float8e4nv
@@ -242,13 +242,13 @@ def hopper_int4_row_kernel(
     )  # as `_pairs` are
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     memory = (words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full)
-    asked_piece, asked_group = 0, 0
+    next_k_tile, next_strip = 0, 0
     for stage in range(EARLY // (1 + GATED)):
-        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
-        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+        _request(stage, next_strip, next_k_tile, next_strip < mine, memory, to_up, k_tiles, GATED, MINIMA)
+        next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # index over piece, half and slice
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # index over k-tile, half and slice
     first = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2) * PART
     at = first[:, None] + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     if norm_ptr is not None:
@@ -256,8 +256,8 @@ def hopper_int4_row_kernel(
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0)
     for stage in range(EARLY // (1 + GATED), RING):
-        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
-        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+        _request(stage, next_strip, next_k_tile, next_strip < mine, memory, to_up, k_tiles, GATED, MINIMA)
+        next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
     x = x.to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
@@ -268,19 +268,19 @@ def hopper_int4_row_kernel(
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     stage, turn = 0, 0
-    for group in range(mine):
-        out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
+    for strip in range(mine):
+        out = (gl.program_id(0) + strip * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
         if ADD:
             before = gl.load(out_ptr + out, mask=out < O, other=0.0)
         sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
         up_sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
         lowest = gl.zeros((SLICES, 8), gl.float32, pairs)
         highest, up_lowest, up_highest = lowest, lowest, lowest
-        for piece in range(pieces):
+        for k_tile in range(k_tiles):
             mbarrier.wait(full.index(stage), turn & 1)
             place = stage * (1 + GATED)
             sums, lowest, highest = _tile(
-                words, scales, minima, x_smem, x_sums, place, piece, sums, lowest, highest, MINIMA, mma
+                words, scales, minima, x_smem, x_sums, place, k_tile, sums, lowest, highest, MINIMA, mma
             )
             if GATED:
                 up_sums, up_lowest, up_highest = _tile(
@@ -290,7 +290,7 @@ def hopper_int4_row_kernel(
                     x_smem,
                     x_sums,
                     place + 1,
-                    piece,
+                    k_tile,
                     up_sums,
                     up_lowest,
                     up_highest,
@@ -298,14 +298,14 @@ def hopper_int4_row_kernel(
                     mma,
                 )
             barrier()  # All warps have read the tile.
-            _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
-            asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+            _request(stage, next_strip, next_k_tile, next_strip < mine, memory, to_up, k_tiles, GATED, MINIMA)
+            next_k_tile, next_strip = following(next_k_tile, next_strip, k_tiles)
             stage, turn = following(stage, turn, RING)
         result = _outputs(sums, lowest, highest, line, mma) * smaller
         up = result
         if GATED:
             up = _outputs(up_sums, up_lowest, up_highest, line, mma) * smaller
-        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
+        result = row_epilogue(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)

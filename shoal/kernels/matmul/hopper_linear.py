@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels.hopper import barrier, empty_matmul_input
 from shoal.kernels.matmul.dispatch import HopperTiles
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv
 
@@ -299,7 +300,7 @@ def hopper_matmul(
         parts = x_TI.new_empty(
             grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32
         )
-        arrived = _arrived(x_TI.device)
+        arrived = arrival_counters("hopper_linear", MAX_TILES, x_TI.device)
     x_desc = descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
     hopper_kernel[grid](
         x_desc,
@@ -337,10 +338,3 @@ def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0
 @functools.cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
-
-
-@functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """Returns the counters of finished parts, one per tile. Every launch leaves zeros, which the next one
-    counts on. So launches on one device must follow each other."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

@@ -2,7 +2,7 @@
 after, in Gluon.
 
 Such a matmul is the reading of its weight. Time is lost when nothing is read: while a kernel waits for the
-one before, while it sums, and while it ends. So a program stays on its SM and goes through groups of weight
+one before, while it sums, and while it ends. So a program stays on its SM and goes through strips of weight
 rows, one row a warp, with a ring of tiles in shared memory that are on their way. They are asked for before
 the row of inputs is there (pdl.py), and each tile that has been used makes place for a later one.
 
@@ -27,7 +27,7 @@ from shoal.kernels.matmul.hopper_linear import silu_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a group, one a warp
+OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a strip, one a warp
 PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
 # Tiles in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
@@ -36,12 +36,14 @@ EARLY: gl.constexpr = gl.constexpr(6)  # tiles requested before the row is there
 
 
 @gluon.jit
-def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.constexpr, EVEN: gl.constexpr):
-    """Asks for tile i of this program: a piece of the inputs of a group, part after part."""
+def _request(
+    i, weight_ptr, weight_smem, up_smem, O, I, k_tiles, tiles, GATED: gl.constexpr, EVEN: gl.constexpr
+):
+    """Requests tile i of this program: a k-tile of a strip of outputs, part after part."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [OUTS, 1], [1, 0])
     row = gl.arange(0, PARTS * OUTS, gl.SliceLayout(1, layout))
-    out = (gl.program_id(0) + i // pieces * gl.num_programs(0)) * OUTS + row % OUTS
-    column = (i % pieces * PARTS + row // OUTS)[:, None] * PART + gl.arange(
+    out = (gl.program_id(0) + i // k_tiles * gl.num_programs(0)) * OUTS + row % OUTS
+    column = (i % k_tiles * PARTS + row // OUTS)[:, None] * PART + gl.arange(
         0, PART, gl.SliceLayout(0, layout)
     )[None, :]
     inside = (out < O)[:, None] & (i < tiles)
@@ -55,7 +57,7 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 
 
 @gluon.jit
-def finish(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.constexpr):
+def row_epilogue(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.constexpr):
     """Returns the matmul's outputs: its sums with the bias, or silu of them times the sums of up, rounded."""
     if bias_ptr is not None:
         result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
@@ -74,7 +76,7 @@ def hopper_row_kernel(
     eps,
     O,
     I,
-    pieces,
+    k_tiles,
     GATED: gl.constexpr,
     ADD: gl.constexpr,
     EVEN: gl.constexpr,
@@ -82,7 +84,7 @@ def hopper_row_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Computes groups of outputs, `pieces` tiles each: this program's first, then each one that lies a grid
+    """Computes strips of outputs, `k_tiles` tiles each: this program's first, then each one that lies a grid
     further. EVEN: all tiles are whole. BLOCK_X >= I."""
     gl.static_assert(num_warps == OUTS)
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
@@ -100,16 +102,16 @@ def hopper_row_kernel(
     xs = x_smem._reinterpret(DTYPE, [BLOCK_X // PART, PART], line)
 
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
-    tiles = mine * pieces
+    tiles = mine * k_tiles
     for i in gl.static_range(EARLY // (1 + GATED)):
-        _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
+        _request(i, weight_ptr, weight_smem, up_smem, O, I, k_tiles, tiles, GATED, EVEN)
     at = gl.arange(0, BLOCK_X, gl.BlockedLayout([8], [32], [num_warps], [0]))
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0)
     for i in gl.static_range(EARLY // (1 + GATED), RING):
-        _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
+        _request(i, weight_ptr, weight_smem, up_smem, O, I, k_tiles, tiles, GATED, EVEN)
     if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(x32 * x32, axis=0) / I + eps)
@@ -118,18 +120,18 @@ def hopper_row_kernel(
 
     column = gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     i = 0
-    for group in range(mine):
-        out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(
+    for strip in range(mine):
+        out = (gl.program_id(0) + strip * gl.num_programs(0)) * OUTS + gl.arange(
             0, OUTS, gl.SliceLayout(1, layout)
         )
         if ADD:
             before = gl.load(out_ptr + out, mask=out < O, other=0.0)
         sums = gl.zeros([OUTS, PART], gl.float32, layout)
         up_sums = gl.zeros([OUTS, PART], gl.float32, layout)
-        for piece in range(pieces):
+        for k_tile in range(k_tiles):
             async_copy.wait_group(RING - 1)  # Each tile has a commit group, also those beyond the last.
             for part in gl.static_range(PARTS):
-                place, of_row = i % RING * PARTS + part, piece * PARTS + part
+                place, of_row = i % RING * PARTS + part, k_tile * PARTS + part
                 some = xs.index(of_row).load(gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
                 product = weights.index(place).load(layout).to(gl.float32) * some
                 up_product = product
@@ -140,10 +142,10 @@ def hopper_row_kernel(
                     up_product = gl.where(of_row * PART + column < I, up_product, 0.0)
                 sums += product
                 up_sums += up_product
-            _ask(i + RING, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
+            _request(i + RING, weight_ptr, weight_smem, up_smem, O, I, k_tiles, tiles, GATED, EVEN)
             i += 1
         result, up = gl.sum(sums, axis=1), gl.sum(up_sums, axis=1)
-        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
+        result = row_epilogue(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)

@@ -37,17 +37,17 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 if HAS_GLUON:
     from shoal.kernels.matmul import hopper_gated, hopper_linear, hopper_row
 
-PIECE = tl.constexpr(2048)  # bytes that a thread prefetches
+PREFETCHED_BYTES = tl.constexpr(2048)  # by a thread
 FLAGS_LOCK = threading.Lock()  # for PyTorch's flags of matmuls, which engines in several threads share
 
 
 @triton.jit
 def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
-    """Prefetches rows [first, end) of a weight, which lie in one piece."""
-    start = tl.arange(0, tl.extra.cuda.num_threads()) * PIECE
+    """Prefetches rows [first, end) of a weight, which follow each other."""
+    start = tl.arange(0, tl.extra.cuda.num_threads()) * PREFETCHED_BYTES
     num_bytes = (end - first) * I * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     ptr = (weight_ptr + first.to(tl.int64) * I).to(tl.pointer_type(tl.int8))
-    prefetch(ptr + start, tl.minimum(tl.maximum(num_bytes - start, 0), PIECE), PDL)
+    prefetch(ptr + start, tl.minimum(tl.maximum(num_bytes - start, 0), PREFETCHED_BYTES), PDL)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -136,14 +136,14 @@ def _vector_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=2) / I + eps)
         result *= scale
         up *= scale
-    result = finish(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptrs, result, mask=inside)
 
 
 @triton.jit
-def finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
+def epilogue(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
     """Bias and activation. Gate and up are rounded first, as two matmuls would round them."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)
@@ -197,7 +197,7 @@ def _matrix_kernel(
         sums = tl.dot(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x, sums)
         if GATED:
             up_sums = tl.dot(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x, up_sums)
-    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptrs, result, mask=in_out & in_row)

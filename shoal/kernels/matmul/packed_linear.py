@@ -23,7 +23,6 @@ T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,8 @@ from shoal.kernels.activation import silu_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import MAX_PACKED_TILES, After, Before, Kernel, PackedTiles, Shape, choose
-from shoal.kernels.matmul.linear import finish, fitting_stages
+from shoal.kernels.matmul.linear import epilogue, fitting_stages
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.pdl import ORDINARY, pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv
 
@@ -293,7 +293,7 @@ def packed_kernel(
                 up_sums += tl.load(other + PART, mask=inside, other=0.0, cache_modifier=".cg")
     LARGER: tl.constexpr = LARGER_BF16 if x_ptr.dtype.element_ty == tl.bfloat16 else LARGER_FP16
     sums, up_sums = sums * LARGER, up_sums * LARGER
-    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         before = tl.load(out_ptrs, mask=inside, other=0.0)
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
@@ -453,7 +453,10 @@ def matmul(
     if tiles.splits > 1:
         assert grid[0] * grid[1] <= MAX_PACKED_TILES
         size = grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs * (1 + gated)
-        parts, arrived = x_TI.new_empty(size, dtype=torch.float32), _arrived(x_TI.device)
+        parts, arrived = (
+            x_TI.new_empty(size, dtype=torch.float32),
+            arrival_counters("packed_linear", MAX_PACKED_TILES, x_TI.device),
+        )
     columns = 256 // weight.bits * tiles.steps
     stage_bytes = (tiles.rows * 2 + tiles.outs * (1 + gated)) * columns
     packed_kernel[grid](
@@ -508,10 +511,3 @@ def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | 
             **ORDINARY,
         )
     return out
-
-
-@functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """Returns the counters of finished parts, one per tile. Every launch leaves zeros, which the next one
-    counts on. So launches on one device must follow each other."""
-    return torch.zeros(MAX_PACKED_TILES, dtype=torch.int32, device=device)

@@ -21,7 +21,7 @@ import triton.language as tl
 from shoal.kernels.matmul.dispatch import Fp8Tiles, PackedTiles, choose_expert_tiles, choose_fp8_expert_tiles
 from shoal.kernels.matmul.fp8_linear import Fp8Matrix, operand, operand_order
 from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
-from shoal.kernels.matmul.linear import finish, fitting_stages
+from shoal.kernels.matmul.linear import epilogue, fitting_stages
 from shoal.kernels.matmul.packed_linear import LARGER_BF16, LARGER_FP16, TiledWeight, add_step
 from shoal.kernels.rounding import cdiv
 
@@ -124,7 +124,7 @@ def _tiled_kernel(
                 )
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     LARGER: tl.constexpr = LARGER_BF16 if tl.bfloat16 == DTYPE else LARGER_FP16
-    result = finish(sums * LARGER, up_sums * LARGER, None, out[:, None], O, DTYPE, GATED)
+    result = epilogue(sums * LARGER, up_sums * LARGER, None, out[:, None], O, DTYPE, GATED)
     tl.store(out_ptr + target[None, :] * O + out[:, None], result, mask=in_tile[None, :] & (out < O)[:, None])
 
 
@@ -208,7 +208,7 @@ def _fp8_kernel(
         sums *= tl.load(scales_ptrs, mask=out < O, other=0.0)[:, None]
         if GATED:
             up_sums *= tl.load(scales_ptrs + O, mask=out < O, other=0.0)[:, None]
-    result = finish(sums, up_sums, None, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    result = epilogue(sums, up_sums, None, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     tl.store(out_ptr + target[None, :] * O + out[:, None], result, mask=in_tile[None, :] & (out < O)[:, None])
 
 

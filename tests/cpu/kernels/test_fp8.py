@@ -22,6 +22,7 @@ from shoal.kernels import reference
 from shoal.kernels.matmul import fp8_linear, gpu_fp8
 from shoal.kernels.matmul.dispatch import GPU, After, Fp8Tiles, Kernel, Shape, choose
 from shoal.kernels.matmul.fp8_linear import Fp8Matrix
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.quant.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
 from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor, quantize_rows
 
@@ -160,7 +161,7 @@ def test_split_inputs_are_added_by_the_last_to_arrive(gated: bool, splits: int, 
         fp8_linear._few(tiles, x, matrix_of(tensor, group), None, out, shape)
         expected = reference.silu_mul(want) if gated else residual + want
         torch.testing.assert_close(out.float(), expected.float(), rtol=4e-3, atol=4e-3)
-    assert not fp8_linear._arrived(x.device).any()
+    assert not arrival_counters("fp8_linear", fp8_linear.MAX_SPLIT_TILES, x.device).any()
 
 
 @pytest.mark.parametrize("tiles", [Fp8Tiles(16, 16, 32, 1, 2), Fp8Tiles(32, 64, 64, 4, 2)], ids=str)

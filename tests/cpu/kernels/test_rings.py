@@ -1,5 +1,5 @@
 """The rings of one row of fewer bits, run as numbers (gluon_numbers.py), against the product in float64: odd sizes,
-programs with several groups of outputs, and each thing that stands before and after the product."""
+programs with several strips of outputs, and each thing that stands before and after the product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 EPS = 1e-6
 
 
-def finish(result, up, bias_ptr, out, O, dtype, GATED):
+def row_epilogue(result, up, bias_ptr, out, O, dtype, GATED):
     def biased(sums, first):
         if bias_ptr is None:
             return sums.data
@@ -35,7 +35,7 @@ def finish(result, up, bias_ptr, out, O, dtype, GATED):
 
 def rings(sms: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
     machine = Machine()
-    names = dict(finish=finish, dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
+    names = dict(row_epilogue=row_epilogue, dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
     fp8 = load(machine, "hopper_fp8_row", names)
     for name in ("OUTS", "PART", "following", "normed", "outputs", "put_row"):
         names[name] = getattr(fp8, name)
