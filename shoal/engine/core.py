@@ -30,6 +30,7 @@ from shoal.engine.lifecycle.weight_exports import WeightExports, accepted
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
+from shoal.engine.peers.prefetches import Prefetches
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
@@ -166,6 +167,8 @@ class EngineCore:
             peers = KvPeers(config, ranks, scheduler, lambda: self.weights.checkpoint)
             parts.add(peers)
             peers.name_model()
+            if config.kv_transfer_config.reads:
+                parts.add(Prefetches(scheduler))
         parts.add(WeightExports(config, ranks, self._paused, lambda: self.weights.checkpoint))
         for build in self._more_parts:
             parts.add(build(config, ranks, scheduler))
@@ -230,7 +233,9 @@ class EngineCore:
             part.added(seq)
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
+        if self.scheduler.abort(request_id) is None:
+            for part in self.parts:
+                part.aborted(request_id)
 
     def finish(self, request_id: str, stop_reason: str) -> None:
         """Ends a request whose stop string was found in its text."""
@@ -442,6 +447,7 @@ class EngineCore:
         self.scheduler.check()
         for part in self.parts:
             part.check()
+        self.scheduler.blocks.check_held([block for part in self.parts for block in part.held_blocks()])
 
     def exit(self) -> None:
         """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as

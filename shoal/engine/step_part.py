@@ -37,6 +37,9 @@ class StepPart:
         step and for statistics, any number of times, so it changes nothing and is quick."""
         return True
 
+    def aborted(self, request_id: str) -> None:
+        """A request was aborted that the scheduler does not have. The part may have taken it over."""
+
     # A step, while the engine is not paused
 
     def before_schedule(self) -> None:
@@ -62,7 +65,17 @@ class StepPart:
         called again soon."""
         return False
 
-    # KV blocks (scheduling/sequence.py: Gate and BlockWatcher, which every part satisfies)
+    # KV blocks (scheduling/sequence.py: Gate, Reserve and BlockWatcher, which every part satisfies)
+
+    def give_back(self) -> bool:
+        """The scheduler needs blocks and would have to preempt a sequence. Gives some blocks back that the
+        part can do without; returns False if it holds none."""
+        return False
+
+    def held_blocks(self) -> Sequence[int]:
+        """Returns the blocks that the part holds (SequenceBlocks.hold), each as often as it does. For
+        checks."""
+        return ()
 
     def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int]) -> None:
         """The sequence's full blocks from the one at `start` on, which are `blocks`, are findable now. Blocks
@@ -122,6 +135,7 @@ class Parts:
         tiers        before peers: copies out of blocks are ordered before peers write into these blocks. In
                      `tick` peers come first, so that the blocks that they release are offloaded
         peers        before weight exports: both only withdraw, so either order would do
+        prefetches   after peers: a fetch that has just ended lets its continuation start in this step
         exports      before the user's: a user's part adds to what Shoal's own have done
         user's       before events: changes that they make belong to the step's batch
         events       last: a batch has the changes of all parts
@@ -139,6 +153,7 @@ class Parts:
         self.completed = _overriding(parts, StepPart.completed)
         self.after_step = _overriding(parts, StepPart.after_step)
         self._scheduler.gates[:] = _overriding(parts, StepPart.may_start)
+        self._scheduler.reserves[:] = _overriding(parts, StepPart.give_back)
         self._scheduler.blocks.watchers[:] = _overriding(parts, StepPart.registered, StepPart.released)
 
     def add(self, part: StepPart) -> None:

@@ -97,7 +97,7 @@ class KvLender:
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
         blocks = seq.block_ids[: len(keys)]
-        self._blocks.lend(blocks)
+        self._blocks.hold(blocks)
         ticket = self.offers.offer(blocks, keys=keys)
         self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(keys))
         return ticket
@@ -136,7 +136,7 @@ class KvLender:
         blocks = self._blocks.pool.match(keys)
         if not blocks:
             return None
-        self._blocks.lend(blocks)
+        self._blocks.hold(blocks)
         return self.offers.offer(blocks, len(blocks), keys[: len(blocks)])
 
     def withdraw(self, ticket: bytes, why: str) -> None:
@@ -158,7 +158,7 @@ class KvLender:
                 self.offers.withdraw("its prompt was abandoned", prompt.ticket_id)
         self.offers.expire()
         for ended in self.offers.take_ended():
-            self._blocks.take_back(ended.blocks)
+            self._blocks.unhold(ended.blocks)
             self._ended[ended.failure or DONE] += 1
             if ended.failure is None:
                 self._blocks_out += len(ended.blocks)

@@ -169,11 +169,12 @@ class KvPeers(StepPart):
         if self.reader is not None:
             self.reader.abandon()
 
+    def held_blocks(self) -> abc.Sequence[int]:
+        return () if self.lender is None else self.lender.offers.held()
+
     def check(self) -> None:
         if self.lender is not None:
             self.lender.settle()
-        held = [] if self.lender is None else self.lender.offers.held()
-        self._scheduler.blocks.check_lent(held)
         if self.reader is not None:
             self.reader.check()
 

@@ -28,14 +28,14 @@ from operator import attrgetter
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
-from shoal.engine.scheduling.sequence import Fetch, Gate, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import Fetch, Gate, Reserve, Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.stats import STEP_TOKENS, Stats
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
-HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, SequenceStatus.FINISHED
+DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
 
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
@@ -105,7 +105,7 @@ class Scheduler:
     a step that the target shortens prefers one of them. queries: the most tokens of a decode in one step.
 
     Parts of the engine (engine/step_part.py) attach themselves: to `gates`, where they may keep a sequence
-    waiting, and to `blocks`.
+    waiting, to `reserves`, where they are asked for blocks that they hold, and to `blocks`.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Scheduler:
     ) -> None:
         self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
         self.gates: list[Gate] = []
+        self.reserves: list[Reserve] = []
         # the measured costs of steps; without them the target has no effect
         self.costs: StepCosts | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._prefetches: dict[str, Sequence] = {}  # prefetch requests by request id
         self.finished_outside: list[Sequence] = []  # what take_finished_outside returns next
         # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
@@ -181,9 +181,17 @@ class Scheduler:
         seq = Sequence(request, turn, limit)
         insort(self.waiting, seq, key=_turn)
         self._sequences[request.request_id] = seq
-        if request.fetches_only:
-            self._prefetches[request.request_id] = seq
         return seq
+
+    def give_turn(self, seq: Sequence, turn: policy.Turn) -> None:
+        """Moves a waiting sequence to another turn, which no other sequence has."""
+        _remove(self.waiting, seq)
+        seq.turn = turn
+        insort(self.waiting, seq, key=_turn)
+
+    def take_out(self, seq: Sequence) -> None:
+        """Ends a sequence for a part of the engine, which reports the end by `finished_outside`."""
+        self._finish(seq, FinishReason.LENGTH)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a request that is no longer wanted, as `finish` does."""
@@ -229,8 +237,6 @@ class Scheduler:
         num_tokens = self._schedule_decodes(decodes)
         if self.waiting or len(decodes) < len(self.running):
             budget = self._prompt_budget(len(decodes), num_tokens)
-            if self._prefetches:
-                self._start_continuations(chunks, budget)
             self._schedule_prompts(chunks, budget)
             self._admit(chunks, budget)
             num_tokens += budget.num_taken
@@ -317,8 +323,6 @@ class Scheduler:
         self.blocks.arrived(fetch, num_blocks)
         if seq.status is FETCHING and seq.fetch is None:
             seq.status = PREFILL
-            if seq.request.fetches_only:
-                self._hold(seq)
 
     # Everything else
 
@@ -375,7 +379,7 @@ class Scheduler:
             ), "tokens miscounted"
             assert (seq.status is FETCHING) == (seq.fetch is not None), "a fetch that no sequence waits for"
             assert not seq.promised or seq.status in (FETCHING, PREFILL), "a promise that is not kept"
-            if seq.status in (FETCHING, PREFILL, HOLDING):
+            if seq.status in (FETCHING, PREFILL):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), (
                     "a prefill without all its blocks"
                 )
@@ -422,10 +426,13 @@ class Scheduler:
         return self._max_num_batched_tokens - budget
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Gives the sequence blocks for `num_tokens` tokens. Where too few are free, sequences are preempted
-        until there are enough. Returns False if `seq` itself was preempted, or if no preemption would free a
-        block: the sequence then waits until blocks come back that are lent or being fetched."""
+        """Gives the sequence blocks for `num_tokens` tokens. Where too few are free, parts give back what
+        they hold in reserve, and then sequences are preempted until there are enough. Returns False if `seq`
+        itself was preempted, or if no preemption would free a block: the sequence then waits until blocks
+        come back that are lent or being fetched."""
         while not self.blocks.grow(seq, num_tokens):
+            if any(reserve.give_back() for reserve in self.reserves):
+                continue
             # Those before it in turn may be part of the step already.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
             candidates = [one for one in candidates if self.blocks.would_free(one)]
@@ -439,11 +446,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Puts a running sequence back among the waiting ones. When it runs again it computes all tokens
-        whose blocks have left the cache meanwhile. A prefetch request ends, because it has nothing to
-        compute."""
-        if seq.request.fetches_only:
-            self.finish(seq.request.request_id, FinishReason.LENGTH)
-            return
+        whose blocks have left the cache meanwhile."""
         _remove(self.running, seq)
         self._vacate(seq)
         seq.status, seq.num_computed = WAITING, 0
@@ -472,11 +475,10 @@ class Scheduler:
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Continues the prompts that have begun, in turn."""
-        continuations = [entry.seq for entry in scheduled]  # they are part of this step already
         for seq in self.running:
             if budget.is_spent:
                 break
-            if seq.status is not PREFILL or seq in continuations:
+            if seq.status is not PREFILL or seq.request.fetches_only:
                 continue
             num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
             if num_tokens == 0:
@@ -503,34 +505,35 @@ class Scheduler:
         """Starts waiting sequences in turn, while budget, rows and blocks last.
 
         A sequence starts when all its tokens have room, so that half-computed prompts don't preempt each
-        other. If a sequence doesn't fit, none after it is tried. A sequence is skipped only while a gate
-        keeps it waiting, until its prefetch request holds its blocks, or while another sequence computes its
-        prefix.
+        other. If a sequence doesn't fit, none after it is tried while any sequence runs. A sequence is
+        skipped only while a gate keeps it waiting, or while another sequence computes its prefix.
         """
         if not self._free_rows or budget.is_spent:
             return
         for seq in list(self.waiting):
-            if not self._may_start(seq) or seq.request.continues in self._prefetches:
+            if not self._may_start(seq):
                 continue
             if seq.num_pending:
                 break  # it was preempted while a step in flight samples its token, which it needs to start
             if self.blocks.lacks_room(seq):
-                break
-            hits = self.blocks.find(seq)
-            if self.blocks.is_coming(seq, len(hits)):
+                if self.running:
+                    break
+                continue  # parts hold what it lacks, maybe for a sequence after it, which must be tried
+            found, num_cached = self.blocks.find(seq)
+            if self.blocks.is_coming(seq, num_cached // self._block_size):
                 continue
-            num_cached = len(hits) * self._block_size
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
             if num_tokens == 0:
                 break
-            if not self._start(seq, hits, num_cached):
+            if not self.blocks.start(seq, found, num_cached):
                 break
+            _remove(self.waiting, seq)
+            seq.row = heapq.heappop(self._free_rows)
+            insort(self.running, seq, key=_turn)
             seq.status = FETCHING  # a source's lookup must not count it as a prompt that is computed
             if not self.blocks.fetch(seq):
                 seq.status = PREFILL
-                if seq.request.fetches_only:
-                    self._hold(seq)
-                else:
+                if not seq.request.fetches_only:
                     self._schedule_chunk(scheduled, seq, num_tokens, budget)
             if not self._free_rows or budget.is_spent:
                 break
@@ -542,44 +545,6 @@ class Scheduler:
                 return False
         return True
 
-    def _start_continuations(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
-        """Starts requests in place of their prefetch requests, whose blocks have arrived. They have the same
-        turn, and no other request can get the row and the blocks, which are enough."""
-        for seq in list(self.waiting):
-            prefetch = self._prefetches.get(seq.request.continues or "")
-            if prefetch is None:
-                continue
-            if prefetch.status is not HOLDING or not self._may_start(seq):
-                continue
-            # A continuation whose first token was lost has no token after the prefetch request's blocks.
-            start = min(prefetch.num_computed, seq.num_tokens - 1)
-            if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
-                break
-            seq.completed_fetches = prefetch.completed_fetches
-            inherited = prefetch.block_ids
-            self.finish(prefetch.request.request_id, FinishReason.LENGTH)
-            found, num_cached = self.blocks.inherited(seq, prefetch, inherited, prefetch.num_computed)
-            num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
-            if num_tokens and self._start(seq, found, num_cached):
-                self._schedule_chunk(scheduled, seq, num_tokens, budget)
-
-    def _hold(self, seq: Sequence) -> None:
-        """Ends the fetches of a prefetch request: it has all the blocks it can get, and holds them for its
-        continuation."""
-        seq.status = HOLDING
-        self.blocks.prompt_ends(seq)
-
-    def _start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
-        """Moves a waiting sequence to the running ones. Its first blocks are `found`, with the KV of
-        `num_cached` tokens. Returns False, with nothing changed, if there is no room for its other blocks."""
-        if not self.blocks.start(seq, found, num_cached):
-            return False
-        _remove(self.waiting, seq)
-        seq.status = PREFILL
-        seq.row = heapq.heappop(self._free_rows)
-        insort(self.running, seq, key=_turn)
-        return True
-
     def _finish(
         self,
         seq: Sequence,
@@ -588,7 +553,6 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         del self._sequences[seq.request.request_id]
-        self._prefetches.pop(seq.request.request_id, None)
         if seq.status is WAITING:
             _remove(self.waiting, seq)
         else:

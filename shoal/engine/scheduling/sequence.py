@@ -27,9 +27,6 @@ class SequenceStatus(enum.Enum):
     FETCHING = enum.auto()
     # It holds a row and blocks for all its tokens. Some of these are still to be computed.
     PREFILL = enum.auto()
-    # A prefetch request that holds a row and blocks for all its tokens, some of them fetched, until its
-    # continuation takes its place. It computes nothing.
-    HOLDING = enum.auto()
     # Only its last token, seen or pending, is still to be computed. The device has it in the sequence's row.
     DECODE = enum.auto()
     FINISHED = enum.auto()
@@ -100,6 +97,9 @@ class Sequence:
     lockstep: bool = field(init=False)  # the next token may be sampled only when the host has seen the last
     special: bool = field(init=False)  # sampling it needs more than the fields of a state row
     fetch: Fetch | None = None  # the fetch that a FETCHING sequence waits for
+    # of a continuation (engine/peers/prefetches.py), until it starts
+    tail: Tail | None = None
+    was_prefetched: bool = False  # no source is asked for its blocks
     promised: list[bytes] = field(default_factory=list)  # keys of blocks that its prefill will make findable
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -149,6 +149,16 @@ class Sequence:
         return None if not params.ignore_eos and token_id in self.request.eos_token_ids else token_id
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A block that is not full, with the KV of the tokens after a prompt's last full block."""
+
+    block: int
+    end: int  # number of tokens up to the tail's last
+    keys: list[bytes]  # keys of the prompt's blocks, with the tail's last
+    generation: int  # the pool's, of the block: another one if the block was taken for something else
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
     """Blocks of one sequence that a source is copying to the device:
@@ -193,6 +203,14 @@ class Gate(Protocol):
 
     def may_start(self, seq: Sequence) -> bool:
         """Returns whether a waiting sequence may start. Asked any number of times, it changes nothing."""
+        ...
+
+
+class Reserve(Protocol):
+    """A part of the engine that may hold blocks in reserve (engine/step_part.py)."""
+
+    def give_back(self) -> bool:
+        """Gives some blocks back that the part can do without. Returns False if it holds none."""
         ...
 
 

@@ -15,7 +15,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter, abc
 
-from shoal.engine.scheduling.sequence import BlockWatcher, Fetch, Sequence, Source
+from shoal.engine.scheduling.sequence import BlockWatcher, Fetch, Sequence, Source, Tail
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats
@@ -38,7 +38,7 @@ class SequenceBlocks:
         self.tiers: Source | None = None  # the tiers below the device
         self.peers: Source | None = None  # other workers that have blocks of prompts
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
-        self._lent = Counter[int]()  # how often each block is held for readers in other workers
+        self._held = Counter[int]()  # how often parts of the engine hold each block
         # key of a block -> the newest fetch that will make it findable
         self._arriving: dict[bytes, Fetch] = {}
         # key of a block -> how many of the sequences that compute prompts now will make it findable
@@ -57,19 +57,23 @@ class SequenceBlocks:
 
     # A sequence's life
 
-    def find(self, seq: Sequence) -> list[int]:
-        """Returns the cached blocks of the sequence's longest prefix, without the last token: that one is
-        always computed, because its logits are needed to sample the next."""
+    def find(self, seq: Sequence) -> tuple[list[int], int]:
+        """Returns the cached blocks of the sequence's longest prefix, and their number of tokens. The last
+        token is left out: it is always computed, because its logits are needed to sample the next."""
         if not self._looks_up(seq):
-            return []
+            return [], 0
         self._extend_keys(seq)
-        return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self.block_size])
+        found = self.pool.match(seq.keys[: (seq.num_tokens - 1) // self.block_size])
+        tail = seq.tail
+        if tail is not None and self._follows(tail, seq, len(found)):
+            return [*found, tail.block], min(tail.end, seq.num_tokens - 1)
+        return found, len(found) * self.block_size
 
     def lacks_room(self, seq: Sequence) -> bool:
         """Returns True if a waiting sequence cannot start now, as the blocks that it would take are not free.
         It looks at a few keys only, because the head of a blocked queue is asked in every step, and may have
         thousands of blocks."""
-        pool, num_blocks = self.pool, -(-seq.num_tokens // self.block_size)
+        pool, num_blocks = self.pool, -(-seq.num_tokens // self.block_size) - (seq.tail is not None)
         if num_blocks <= pool.num_free:
             return False
         if not self._looks_up(seq):
@@ -117,7 +121,7 @@ class SequenceBlocks:
         blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
         if blocks is None:
             return False
-        seq.block_ids = blocks
+        seq.block_ids, seq.tail = blocks, None
         seq.num_computed = num_cached
         seq.num_admissions += 1
         seq.register_at = NEVER
@@ -134,17 +138,6 @@ class SequenceBlocks:
                 self._num_queries += seq.num_tokens
                 self._num_hits += seq.num_computed
         return True
-
-    def inherited(
-        self, seq: Sequence, holder: Sequence, blocks: list[int], end: int
-    ) -> tuple[list[int], int]:
-        """Returns the cached blocks of a sequence's prefix and their number of tokens, as `start` takes them.
-        `holder`: the sequence's prefetch request, which has just ended with these `blocks` and the KV of its
-        tokens up to `end`. No other sequence has the last of them, and none can take it before `seq` does."""
-        found = self.find(seq)
-        if self._has_same_tail(seq, holder, end, len(found)):
-            return [*found, blocks[len(found)]], min(end, seq.num_tokens - 1)
-        return found, len(found) * self.block_size
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives the sequence blocks for `num_tokens` tokens. Returns False, with nothing changed, if too few
@@ -197,6 +190,9 @@ class SequenceBlocks:
         sources = [source for source in (self.tiers, self.peers) if source is not None]
         if not sources or not self._looks_up(seq):
             return False
+        if seq.was_prefetched:
+            seq.was_prefetched = False
+            return False
         if seq.num_admissions == 1:
             self._num_external_queries += seq.num_tokens - seq.num_computed
         return self._fetch(seq, seq.num_computed // self.block_size, sources)
@@ -248,20 +244,20 @@ class SequenceBlocks:
         if is_wanted and fetch.findable:
             self._fetch(seq, fetch.start + num_blocks, fetch.next_sources)
 
-    # Blocks for readers in other workers
+    # Blocks that parts of the engine hold
 
-    def lend(self, blocks: abc.Sequence[int]) -> None:
-        """Holds blocks of a sequence, or findable blocks, until `take_back`."""
+    def hold(self, blocks: abc.Sequence[int]) -> None:
+        """Holds blocks of a sequence, or findable blocks, until `unhold`."""
         self.pool.hold(blocks)
-        self._lent.update(blocks)
+        self._held.update(blocks)
 
-    def take_back(self, blocks: abc.Sequence[int]) -> None:
-        self._lent.subtract(blocks)
+    def unhold(self, blocks: abc.Sequence[int]) -> None:
+        self._held.subtract(blocks)
         self._release(blocks)
 
-    def check_lent(self, lent: abc.Sequence[int]) -> None:
-        """Checks that these are the lent blocks, once for each reader."""
-        assert Counter(lent) == +self._lent, "blocks that are lent without a reader, or not held"
+    def check_held(self, held: abc.Sequence[int]) -> None:
+        """Checks that the parts hold these blocks, each as often as it is named, and no others."""
+        assert Counter(held) == +self._held, "blocks that no part holds, or that a part wrongly counts on"
 
     # Everything else
 
@@ -287,7 +283,7 @@ class SequenceBlocks:
     def check(self, running: abc.Sequence[Sequence]) -> None:
         """Checks references, promises and fetches. `running`: all sequences that have blocks. Raises
         AssertionError."""
-        held = [*self._lent.elements()]
+        held = [*self._held.elements()]
         for blocks in (*(seq.block_ids for seq in running), *(fetch.held_blocks for fetch in self.fetches)):
             held += blocks
         self.pool.check(held)
@@ -318,16 +314,11 @@ class SequenceBlocks:
         self._last_looked_up = seq.root, seq.token_ids, seq.keys
         extend_keys(seq.keys, seq.root, seq.token_ids, self.block_size)
 
-    def _has_same_tail(self, seq: Sequence, holder: Sequence, end: int, num_full: int) -> bool:
-        """True if the last block of a prefetch request has the tail after the first `num_full` blocks of its
-        continuation. The pool has no key for a tail, so a reset is recognized by `register_at`."""
-        size = self.block_size
-        if end % size == 0 or end // size != num_full:
+    def _follows(self, tail: Tail, seq: Sequence, num_full: int) -> bool:
+        """Returns whether a tail has the KV of the sequence's tokens after its first `num_full` blocks."""
+        if tail.end // self.block_size != num_full or self.pool.generation(tail.block) != tail.generation:
             return False
-        if holder.register_at == NEVER or not self._looks_up(seq):
-            return False
-        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, holder)]
-        return both[0] == both[1]
+        return tail.keys == keys_with_tail(seq.keys, seq.root, seq.token_ids[: tail.end], self.block_size)
 
     def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
         """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is

@@ -817,14 +817,14 @@ def test_blocks_that_are_lent_are_nobody_elses_until_they_are_taken_back():
     seq = scheduler.add(request("a", list(range(16)), max_tokens=1))
     plan = scheduler.schedule()
     lent = seq.block_ids[:4]
-    scheduler.blocks.lend(lent)
+    scheduler.blocks.hold(lent)
     scheduler.update(plan, [[7]])
     scheduler.check()
-    scheduler.blocks.check_lent(lent)
+    scheduler.blocks.check_held(lent)
     scheduler.add(request("b", list(range(100, 116)), max_tokens=1))
     assert scheduler.schedule() is None, "two blocks are free, and it needs four"
-    scheduler.blocks.take_back(lent)
-    scheduler.blocks.check_lent([])
+    scheduler.blocks.unhold(lent)
+    scheduler.blocks.check_held([])
     assert scheduler.schedule() is not None
     scheduler.check()
 

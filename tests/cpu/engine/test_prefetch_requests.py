@@ -7,8 +7,7 @@ import time
 import pytest
 
 from shoal.api import FinishReason
-from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import SequenceStatus
+from shoal.engine.peers.prefetches import Prefetches
 from shoal.errors import RequestError
 from shoal.kv.transfer.mapped import MappedPeer
 from shoal.sampling_params import StructuredOutputsParams
@@ -29,6 +28,12 @@ from tests.cpu.engine.test_handover import (  # noqa: F401 (fixtures)
     run,
     trio,
 )
+from tests.cpu.engine.test_tails import PrefetchingScheduler
+
+
+def prefetches(core):
+    return core.parts.find(Prefetches)
+
 
 CHUNKS = {"max_num_batched_tokens": 16}  # a prompt is computed in five steps
 
@@ -275,8 +280,7 @@ def test_a_prefetch_request_keeps_its_blocks_until_its_continuation_comes(trio):
     until(lambda: blocks_in(trio.reader) == BLOCKS, trio.reader)
     for _ in range(5):
         assert not trio.reader.step()
-    [seq] = trio.reader.scheduler.running
-    assert seq.status is SequenceStatus.HOLDING and len(seq.block_ids) == 5
+    assert not trio.reader.scheduler.running and len(prefetches(trio.reader).held_blocks()) == 5
     trio.reader.check()
     behind = request("d", PROMPT, first.tokens)
     behind.continues = "f"
@@ -313,7 +317,7 @@ def test_a_cache_that_is_lost_under_a_prefetch_request_is_computed(build, trio, 
         [first] = run(trio.lender, request("p", prompt, offers_kv=True, max_tokens=1))
         [expected] = run(one, request("one", prompt, first.tokens))
         reader.add(request("f", prompt, kv_ticket=first.ticket, fetches_only=True))
-        until(lambda: reader.scheduler.running and not reader.scheduler.blocks.fetches, reader)
+        until(lambda: prefetches(reader).held_blocks(), reader)
         reader.sleep(1, mode="keep") if way == "sleep" else reader.update_weights(str(changed))
         reader.wake_up() if way == "sleep" else None
         behind = request("d", prompt, first.tokens)
@@ -351,7 +355,7 @@ def new_scheduler(**options):
         "max_num_batched_tokens": 64,
         "max_model_len": 32,
     }
-    scheduler = Scheduler(**defaults | options)
+    scheduler = PrefetchingScheduler(**defaults | options)
     scheduler.blocks.peers = FakeSource(5)
     return scheduler
 
@@ -367,7 +371,7 @@ def continuation(name, of, prompt, first):
 
 
 def test_a_continuation_starts_before_those_who_lack_room():
-    """Its row and its blocks are its prefetch request's, and no other request gets between them."""
+    """Its turn is directly after its prefetch request's, whose blocks no other request can take."""
     scheduler = new_scheduler()
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
@@ -421,11 +425,11 @@ def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler.blocks.peers.end = 0
     scheduler.add(request("runs", list(range(50, 54)), max_tokens=10))
     plan = scheduler.schedule()
-    scheduler.blocks.peers.end = 5
+    scheduler.blocks.peers.end = 4
     prompt = list(range(19))
     scheduler.add(ahead("f", prompt))
     scheduler.update(plan, [[1]])
-    for _ in range(6):
+    for _ in range(9):
         plan = scheduler.schedule()
         if scheduler.blocks.fetches:
             scheduler.fetched(scheduler.blocks.fetches[0], 4)
@@ -438,6 +442,7 @@ def test_a_prefetch_request_gives_way_to_sequences_that_run():
         plan = scheduler.schedule()
         scheduler.update(plan, [[1] for entry in plan.scheduled if entry.samples])
         scheduler.check()
+    assert not scheduler.stats().num_preemptions
 
 
 # Everything at once

@@ -918,10 +918,10 @@ def test_only_sequences_that_free_a_block_are_preempted():
     s.add(request("b", 7))
     c = s.add(request("c", 7))
     assert step(s) == [("a", 0, 4), ("b", 0, 7), ("c", 0, 7)] and not s.stats().num_free_blocks
-    s.blocks.lend(c.block_ids)
+    s.blocks.hold(c.block_ids)
     lent = list(c.block_ids)
     assert step(s) == [("c", 7, 1), ("a", 4, 1)] and names(s.waiting) == ["b"]
-    s.blocks.take_back(lent)
+    s.blocks.unhold(lent)
     run(s)
 
 
@@ -931,9 +931,9 @@ def test_a_decode_waits_for_blocks_that_no_preemption_would_free():
     a, b = s.add(request("a", 7, max_tokens=3)), s.add(request("b", 7, max_tokens=3))
     step(s), step(s)
     lent = [*a.block_ids, *b.block_ids]
-    s.blocks.lend(lent)
+    s.blocks.hold(lent)
     assert step(s) is None and names(s.running) == ["a", "b"] and not s.stats().num_preemptions
-    s.blocks.take_back(lent)
+    s.blocks.unhold(lent)
     assert step(s) == [("a", 8, 1)] and names(s.waiting) == ["b"]
     run(s)
 

@@ -197,6 +197,7 @@ class Trace:
     """One random configuration under one random load."""
 
     patience = 4  # steps a token
+    scheduler_class = Scheduler
 
     def __init__(self, seed: int, queries: int = 1):
         """`queries`: the most tokens of a decode in one step."""
@@ -208,7 +209,7 @@ class Trace:
         self.limit = min(max_model_len, num_blocks * self.block_size)
         pace = random.Random(f"pace {seed}")
         self.target = pace.choice((None, 0.5, 0.5, 5.0, 15.0, 20.0))  # seconds, as the costs below
-        self.scheduler = Scheduler(
+        self.scheduler = self.scheduler_class(
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_num_seqs=r.choice((1, 2, 4, 8)),
@@ -321,6 +322,11 @@ class Trace:
             self.see(*self.in_flight.popleft())
 
     @property
+    def holds(self) -> bool:
+        """True if a part holds blocks."""
+        return False
+
+    @property
     def waits(self) -> bool:
         """True if some sequence waits for something other than a step."""
         waiting = any(
@@ -401,8 +407,8 @@ class Trace:
                 self.seen["ended from outside"] += 1
             assert scheduler.abort(request_id) is None
         if r.random() < 0.02:
-            is_idle = not scheduler.blocks.fetches and not any(s.block_ids for s in scheduler.running)
-            assert scheduler.reset_prefix_cache() == is_idle
+            is_used = scheduler.blocks.fetches or self.holds or any(s.block_ids for s in scheduler.running)
+            assert scheduler.reset_prefix_cache() == (not is_used)
             self.device.epoch += 1
 
     def compare(self) -> None:

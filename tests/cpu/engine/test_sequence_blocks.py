@@ -115,7 +115,8 @@ class Trace:
         blocks, pool = self.blocks, self.blocks.pool
         looks_up = seq.request.params.prompt_logprobs is None
         lacks_room = blocks.lacks_room(seq)
-        found = blocks.find(seq)
+        found, num_cached = blocks.find(seq)
+        assert num_cached == len(found) * self.size
         expected = self.model.longest_prefix(seq) if looks_up else 0
         assert len(found) <= expected, "found what was never computed, or has been overwritten"
         for i, block in enumerate(found):
@@ -126,7 +127,7 @@ class Trace:
         num_new = -(-seq.num_tokens // self.size) - len(found)
         fits = num_new + sum(not self.model.held()[block] for block in found) <= pool.num_free
         assert lacks_room == (not fits), "room is misjudged"
-        assert blocks.start(seq, found, len(found) * self.size) == fits
+        assert blocks.start(seq, found, num_cached) == fits
         self.seen["no room"] += not fits
         if not fits:
             return
@@ -225,15 +226,15 @@ class Trace:
             return
         seq = self.r.choice(self.running)
         lent = list(seq.block_ids[: self.r.randint(1, len(seq.block_ids))])
-        self.blocks.lend(lent)
+        self.blocks.hold(lent)
         self.lent.append(lent)
         self.model.holders[id(lent)] = lent
-        self.blocks.check_lent([block for one in self.lent for block in one])
+        self.blocks.check_held([block for one in self.lent for block in one])
 
     def take_back(self) -> None:
         if self.lent:
             lent = self.lent.pop(self.r.randrange(len(self.lent)))
-            self.blocks.take_back(lent)
+            self.blocks.unhold(lent)
             del self.model.holders[id(lent)]
 
     def reset(self) -> None:
@@ -280,13 +281,12 @@ def test_what_was_computed_is_found_as_long_as_nothing_took_its_place():
         for i in range(4):
             prompt = [r.randrange(5) for _ in range(r.randint(1, 30))]
             seq = Sequence(Request(f"r{i}", prompt, SamplingParams()), (i,), 64)
-            found = blocks.find(seq)
-            assert blocks.start(seq, found, 4 * len(found))
+            assert blocks.start(seq, *blocks.find(seq))
             seq.num_computed = seq.num_tokens
             blocks.computed(seq)
             blocks.release(seq)
             known.append(prompt)
         for i, prompt in enumerate(known):
             again = Sequence(Request(f"s{i}", [*prompt, 9], SamplingParams()), (9 + i,), 64)
-            assert len(blocks.find(again)) == len(prompt) // 4, f"seed {seed}"
+            assert len(blocks.find(again)[0]) == len(prompt) // 4, f"seed {seed}"
         blocks.check([])

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from shoal.api import Request
+from shoal.api import FinishReason, Request
+from shoal.engine.peers.prefetches import HOLD_S, Prefetches
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.hashing import keys_with_tail
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_scheduler_fuzz import Device, History, Row, Trace, uninterrupted
@@ -29,9 +29,45 @@ class Elsewhere:
         self.begun.append(fetch)
 
 
+class PrefetchingScheduler(Scheduler):
+    """A scheduler with the part that holds the blocks of prefetch requests."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.now = 0.0
+        self.prefetches = Prefetches(self, lambda: self.now)
+        self.gates.append(self.prefetches)
+        self.reserves.append(self.prefetches)
+
+    def add(self, request):
+        seq = super().add(request)
+        self.prefetches.added(seq)
+        return seq
+
+    def abort(self, request_id):
+        if (seq := super().abort(request_id)) is None:
+            self.prefetches.aborted(request_id)
+        return seq
+
+    def schedule(self):
+        self.prefetches.before_schedule()
+        plan = super().schedule()
+        self.prefetches.after_schedule(plan)
+        return plan
+
+    def check(self):
+        super().check()
+        self.blocks.check_held(self.prefetches.held_blocks())
+
+    @property
+    def held(self):
+        """Ids of the prefetch requests whose blocks are held."""
+        return list(self.prefetches._held)
+
+
 @pytest.fixture
 def scheduler():
-    made = Scheduler(
+    made = PrefetchingScheduler(
         num_blocks=20, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64
     )
     made.blocks.peers = Elsewhere()
@@ -57,7 +93,7 @@ def holding(scheduler, **options):
     assert scheduler.schedule() is None
     [fetch] = scheduler.blocks.fetches
     scheduler.fetched(fetch, len(fetch.keys))
-    assert scheduler.schedule() is None and seq.status is SequenceStatus.HOLDING
+    assert scheduler.schedule() is None and scheduler.held == ["f"] and seq.row == -1
     scheduler.check()
     return seq
 
@@ -84,8 +120,8 @@ def test_the_first_step_is_a_decode_of_one_token(scheduler):
 
 
 def test_so_is_that_of_a_prefetch_requests_continuation_which_gets_its_block(scheduler):
-    prefetch = holding(scheduler)
-    tail = prefetch.block_ids[4]
+    holding(scheduler)
+    tail = scheduler.prefetches.held_blocks()[4]
     seq = scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([("d", 18, 1)], [])
     assert seq.block_ids[4] == tail and seq.num_cached_tokens == 18
@@ -104,10 +140,9 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
     scheduler.blocks.peers.lacks = 99
     planned(scheduler)
     scheduler.blocks.peers.lacks = 0
-    prefetch = scheduler.add(ahead("f"))
+    scheduler.add(ahead("f"))
     assert planned(scheduler) == ([("runs", 6, 1)], [])
     scheduler.fetched(scheduler.blocks.fetches[0], 5)
-    assert prefetch.status is SequenceStatus.HOLDING
     scheduler.blocks.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("new", range(50, 55), first=()))
@@ -153,7 +188,8 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
     ids=str,
 )
 def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, other):
-    tail = holding(scheduler).block_ids[4]
+    holding(scheduler)
+    tail = scheduler.prefetches.held_blocks()[4]
     scheduler.blocks.peers.lacks = 99
     scheduler.add(request("d", continues="f", **other))
     (seq,) = scheduler.waiting
@@ -202,12 +238,22 @@ def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
     assert planned(scheduler) == ([], [("d", 8, 11)])
 
 
-@pytest.mark.parametrize("way", ["aborted", "preempted"])
+@pytest.mark.parametrize("way", ["aborted", "given back", "asleep", "late"])
 def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
     holding(scheduler)
     scheduler.blocks.peers.lacks = 99
-    scheduler.abort("f") if way == "aborted" else scheduler.preempt_all()
+    if way == "aborted":
+        scheduler.abort("f")
+    elif way == "given back":
+        assert scheduler.prefetches.give_back() and not scheduler.prefetches.give_back()
+    elif way == "asleep":
+        scheduler.prefetches.before_sleep([])
+    else:
+        scheduler.now += HOLD_S + 1
+        assert scheduler.schedule() is None
     assert scheduler.blocks.pool.num_free == 20
+    [ended] = scheduler.take_finished_outside()
+    assert ended.finish_reason is (FinishReason.ABORT if way == "aborted" else FinishReason.LENGTH)
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 16, 3)])
 
@@ -266,7 +312,7 @@ def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
 @pytest.mark.parametrize("threshold", [0, 3])
 def test_a_continuation_has_one_part_of_a_step(threshold):
     """Regression: a continuation with more left to compute than a step takes of one prompt was planned twice in a step."""
-    scheduler = Scheduler(
+    scheduler = PrefetchingScheduler(
         num_blocks=20,
         block_size=SIZE,
         max_num_seqs=4,
@@ -275,10 +321,9 @@ def test_a_continuation_has_one_part_of_a_step(threshold):
         long_prefill_token_threshold=threshold,
     )
     scheduler.blocks.peers = Elsewhere()
-    seq = scheduler.add(ahead("f"))
+    scheduler.add(ahead("f"))
     scheduler.schedule()
     scheduler.fetched(scheduler.blocks.fetches[0], 0)
-    assert seq.status is SequenceStatus.HOLDING
     scheduler.blocks.peers.lacks = 99
     scheduler.add(request("other", range(40, 52), first=()))
     scheduler.add(request("d", continues="f"))
@@ -310,6 +355,7 @@ class LentTrace(Trace):
     another prompt, or with a first token alone."""
 
     patience = 60
+    scheduler_class = PrefetchingScheduler
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -373,9 +419,12 @@ class LentTrace(Trace):
         return None
 
     @property
+    def holds(self):
+        return bool(self.scheduler.held)
+
+    @property
     def waits(self):
-        # A prefetch request may be holding by the step that found nothing for its continuation to do.
-        return super().waits or bool(self.later or self.scheduler._prefetches)
+        return super().waits or bool(self.later or self.scheduler.prefetches._arriving)
 
     def step(self):
         for item in list(self.under_way):
@@ -386,8 +435,7 @@ class LentTrace(Trace):
         for request in list(self.later):
             if self.r.random() < 0.3:
                 self.later.remove(request)
-                before = self.scheduler._prefetches.get(request.continues)
-                self.seen["holding"] += before is not None and before.status is SequenceStatus.HOLDING
+                self.seen["holding"] += request.continues in self.scheduler.held
                 super().arrive(request)
         for name, prefetch in list(self.prefetches.items()):
             if name in self.finished:  # What the router does with a prefetch request that nobody needs.
@@ -411,6 +459,7 @@ class LentTrace(Trace):
             while self.under_way:
                 self.arrive_at(*self.under_way.pop(), 0)
             self.seen["sleeps"] += 1
+            self.scheduler.prefetches.before_sleep([])
             self.scheduler.preempt_all()
             self.scheduler.reset_prefix_cache()
             self.device.slots = [None] * len(self.device.slots)
@@ -418,6 +467,8 @@ class LentTrace(Trace):
     def compare(self):
         while self.under_way:
             self.arrive_at(*self.under_way.pop(), 0)
+        self.scheduler.now += HOLD_S + 1
+        self.scheduler.schedule()
         self.scheduler.check()
         super().compare()
 
