@@ -12,7 +12,8 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor, is_projection
 from shoal.layers.loading import Loaded, LoadingLayer, copy_into
-from shoal.layers.weight_format import PackedWeight, PlainWeight, WeightFormat, is_multiplied, pack
+from shoal.layers.packed_weight import PackedWeight, is_multiplied, pack
+from shoal.layers.weight_format import PlainWeight, WeightFormat
 
 # From a matrix's outputs and inputs, a device and a generator of it to such a matrix of random numbers.
 MakesUp = Callable[[int, int, torch.device, torch.Generator], QuantizedTensor]

@@ -19,9 +19,9 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.embedding import Vocabulary
+from shoal.layers.experts import Experts
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import Holding, MatrixLayer
-from shoal.layers.mlp import Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, ModelConfig

@@ -10,7 +10,8 @@ from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
-from shoal.layers.mlp import MLP, MoE
+from shoal.layers.experts import MoE
+from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.layers.weight_format import FusedWeight
+from shoal.layers.packed_weight import FusedWeight
 
 
 def check_chain(x: torch.Tensor, add_layer: Callable[[torch.Tensor], object]) -> None:

@@ -19,7 +19,7 @@ from shoal import LLM, SamplingParams
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
-from shoal.layers.weight_format import PackedWeight
+from shoal.layers.packed_weight import PackedWeight
 from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.gpu.test_int4_gpu import error, int4, mxfp4

@@ -13,7 +13,7 @@ from shoal import LLM, SamplingParams
 from shoal.kernels import reference
 from shoal.kernels.matmul.dispatch import gpu_of
 from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor, quantize_rows
-from shoal.layers.weight_format import FusedWeight
+from shoal.layers.packed_weight import FusedWeight
 from tests import quantized
 from tests.gpu.chains import check_chain, check_chain_of_rings
 

@@ -16,7 +16,7 @@ from shoal.kernels.quant.ggml_types import GROUPS
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
-from shoal.layers.weight_format import FusedWeight
+from shoal.layers.packed_weight import FusedWeight
 from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.cpu.weights.test_weights_quantized import random_tensor

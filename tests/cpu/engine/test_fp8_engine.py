@@ -21,10 +21,11 @@ from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.matmul import fp8_linear
 from shoal.kernels.matmul.dispatch import GPU, Limits
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor, quantize_rows
-from shoal.layers.mlp import MLP, Experts
+from shoal.layers.experts import Experts
+from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
+from shoal.layers.packed_weight import PACKED_BY, FusedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PACKED_BY, FusedWeight
 from shoal.model_config import ModelConfig
 from shoal.models.config_json import config_from_json
 from shoal.weights.quantize import quantize

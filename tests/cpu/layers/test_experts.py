@@ -15,9 +15,10 @@ from shoal.kernels import reference, triton_ops
 from shoal.kernels.matmul import gpu_fp8, gpu_weight
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
-from shoal.layers.mlp import ExpertMatrix, Experts
+from shoal.layers.experts import ExpertMatrix, Experts
+from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PACKED_BY, PackedWeight, PlainWeight
+from shoal.layers.weight_format import PlainWeight
 from shoal.model_config import ExpertsKind
 from shoal.models.decoder import checkpoint_tensors
 from shoal.weights.update import weight_tensors

@@ -14,8 +14,9 @@ from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
+from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PACKED_BY, PackedWeight, PlainWeight
+from shoal.layers.weight_format import PlainWeight
 from tests.cpu.weights.test_weights_quantized import random_tensor
 
 INPUTS = 96

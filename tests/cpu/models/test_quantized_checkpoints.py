@@ -28,10 +28,10 @@ from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.attention import attention_shape
+from shoal.layers.experts import Experts
 from shoal.layers.matrix import MatrixLayer
-from shoal.layers.mlp import Experts
+from shoal.layers.packed_weight import PackedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PackedWeight
 from shoal.model_config import ExpertsKind, Quantization
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
