@@ -1,9 +1,9 @@
-"""Which kernel multiplies, and how it cuts the matmul: the one place that says so.
+"""Chooses the matmul kernel and its tile sizes. No other file decides this.
 
 `choose` is pure: it knows the matmul's shape, its rows, the numbers' type and what a GPU is. Kernels say
 what they can do; here is which of them is fastest. `Limits` are the numbers in the rules that were measured,
-on an H200 in bf16 (benchmarks/results/products.md). Limits that count programs follow the number of SMs on
-other GPUs; `benchmarks/products.py` measures all of them for a GPU, and prints its line for `MEASURED`.
+on an H200 in bf16 (benchmarks/results/matmul.md). Limits that count programs follow the number of SMs on
+other GPUs; `benchmarks/matmul.py` measures all of them for a GPU, and prints its line for `MEASURED`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ taken that belongs together. Tensor cores add fp8 in fewer bits than float32, so
 every 128 inputs, where they may also get the scale of their group.
 
 I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matmul with the
-unpacked matrix; figures are in benchmarks/results/products.md.
+unpacked matrix; figures are in benchmarks/results/matmul.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ up, which are the two halves of one matmul, and round both as two matmuls would.
 results. Tiles are taken in bands of 16 tiles of rows, so that what runs side by side reads few rows and
 weights, from the L2 cache.
 
-Figures are in benchmarks/results/products.md. T rows · I inputs · F outputs. The oracle is reference.py.
+Figures are in benchmarks/results/matmul.md. T rows · I inputs · F outputs. The oracle is reference.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ one a warp, with the scales of each slice's two groups. What quants are too larg
 a matmul of the group's minimum and the sum of its inputs.
 
 I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matmul with the
-unpacked matrix; figures are in benchmarks/results/products.md.
+unpacked matrix; figures are in benchmarks/results/matmul.md.
 """
 
 from __future__ import annotations

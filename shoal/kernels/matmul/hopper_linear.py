@@ -14,7 +14,7 @@ values too are on their way early.
 
 With 32 rows or fewer, the rows are the right operand (out^T = weight @ x^T), as the left one comes in 64
 rows. Gate and up are two sums of one program, each rounded as a matmul of its own would be. Tiles of rows
-reach beyond the matrix: `descriptor` says what is read there. Figures are in benchmarks/results/products.md.
+reach beyond the matrix: `descriptor` says what is read there. Figures are in benchmarks/results/matmul.md.
 T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is reference.py.
 """
 

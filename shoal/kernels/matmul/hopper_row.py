@@ -11,7 +11,7 @@ program begins when this one ends, and fills its ring while others still work. W
 matmul's programs came early and in pairs, to half of the SMs, which was slower.
 
 Each program normalises the row, rounds it as the norm's own kernel does, and keeps it in shared memory.
-Figures are in benchmarks/results/products.md; the weights of the smallest models are too small for this
+Figures are in benchmarks/results/matmul.md; the weights of the smallest models are too small for this
 kernel. I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is reference.py.
 """
 

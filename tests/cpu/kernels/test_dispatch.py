@@ -134,7 +134,7 @@ def test_experts_tiles_grow_with_their_rows(slots, experts, dtype, blocks):
 
 def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
     """A made-up GPU, on which cuBLAS is slow below 9,000 inputs, the ring at once, and nothing else matters."""
-    path = Path(__file__).parents[3] / "benchmarks/products.py"
+    path = Path(__file__).parents[3] / "benchmarks/matmul.py"
     spec = importlib.util.spec_from_file_location("benchmark_products", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)

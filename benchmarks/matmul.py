@@ -1,18 +1,17 @@
 """Measures the limits by which `shoal.kernels.matmul.dispatch` chooses, on the GPU at hand, and prints its
-line for
-MEASURED.
+line for MEASURED.
 
-    python benchmarks/products.py [--quick] [--fp8 | --packed] [--sweep] [--products qkv,down]
+    python benchmarks/matmul.py [--quick] [--fp8 | --packed] [--sweep] [--matmuls qkv,down]
         [--rows 1,64]
 
-Each limit in turn takes the value with which all products together take the least time, as measured in CUDA
+Each limit in turn takes the value with which all matmuls together take the least time, as measured in CUDA
 graphs over fresh weights; twice around, as limits depend on each other a little.
 
-With --fp8 it prints a table of products with fp8 weights instead: microseconds, the share of the bandwidth of
+With --fp8 it prints a table of matmuls with fp8 weights instead: microseconds, the share of the bandwidth of
 a copy with which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own
-bf16 they are. Beside them stands torch's product of fp8 rows with scales.
+bf16 they are. Beside them stands torch's matmul of fp8 rows with scales.
 
-With --packed it prints such a table of products with weights of 4 and 8 bits (packed_linear.py).
+With --packed it prints such a table of matmuls with weights of 4 and 8 bits (packed_linear.py).
 
 --sweep adds the fastest tiles that it finds, for the rules in `_choose_fp8` and `choose_packed_tiles`.
 """
@@ -52,7 +51,7 @@ Measure = Callable[[Shape, int, Matmul, Limits], float]  # microseconds
 
 
 def shapes() -> list[Shape]:
-    """The four products of a layer, and an output head, of models of different sizes."""
+    """The four matmuls of a layer, and an output head, of models of different sizes."""
     found = []
     for hidden, inner in SIZES:
         found += [
@@ -113,7 +112,7 @@ def _microseconds(shape: Shape, rows: int, chosen: Matmul, prefetches: bool) -> 
 
 
 def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:
-    """Measured once for each choice. A limit of warps counts only for products that are cut by them."""
+    """Measured once for each choice. A limit of warps counts only for matmuls that are cut by them."""
     prefetches = False
     if chosen.kernel is Kernel.TRITON and chosen.tiles is not None and not chosen.tiles.num_stages:
         warps = -(-shape.outs // chosen.tiles.outs) * chosen.tiles.num_warps
@@ -161,7 +160,7 @@ def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: Afte
 
 
 def _by_torch(weights: list[Any], x: Any, out: torch.Tensor, i: int) -> None:
-    """The product of fp8 rows alone, whatever follows it."""
+    """The matmul of fp8 rows alone, whatever follows it."""
     from shoal.kernels.matmul import fp8_linear
 
     fp8_linear._by_torch(x, weights[i].matrix, None, out, False)
@@ -187,9 +186,7 @@ def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
-    print(
-        "| product | rows | scales | us | of a copy | TFLOP/s | times bf16's speed | torch's us | fastest |"
-    )
+    print("| matmul | rows | scales | us | of a copy | TFLOP/s | times bf16's speed | torch's us | fastest |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, outs, inputs, after in FP8_SHAPES:
         if name not in names:
@@ -236,8 +233,8 @@ def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
         every += [Fp8Tiles(1, outs, columns, 4) for outs in (1, 2, 4) for columns in (1024, 2048, 4096)]
 
     def run(tiles: Fp8Tiles, i: int) -> object:
-        product = fp8_linear._row if tiles.rows == 1 else fp8_linear._few
-        return product(tiles, x, weights[i].matrix, None, out, shape)
+        run = fp8_linear._row if tiles.rows == 1 else fp8_linear._few
+        return run(tiles, x, weights[i].matrix, None, out, shape)
 
     return _fastest(run, every, len(weights))
 
@@ -289,7 +286,7 @@ def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool)
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
-    print("| product | weights | rows | us | of a copy | times bf16's speed | fastest tiles |")
+    print("| matmul | weights | rows | us | of a copy | times bf16's speed | fastest tiles |")
     print("|---|---|---|---|---|---|---|")
     forms = dict(list(PACKED_FORMS.items())[:1]) if quick else PACKED_FORMS
     for name, outs, inputs, after in FP8_SHAPES:
@@ -356,18 +353,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few shapes and rows")
-    parser.add_argument("--fp8", action="store_true", help="the table of products with fp8 weights")
-    parser.add_argument("--packed", action="store_true", help="the table of products with packed weights")
+    parser.add_argument("--fp8", action="store_true", help="the table of matmuls with fp8 weights")
+    parser.add_argument("--packed", action="store_true", help="the table of matmuls with packed weights")
     parser.add_argument("--sweep", action="store_true", help="with --fp8 or --packed: tries other tiles too")
     every_name = ",".join(name for name, *_ in FP8_SHAPES)
-    parser.add_argument("--products", default=every_name, help="with --fp8 or --packed")
+    parser.add_argument("--matmuls", default=every_name, help="with --fp8 or --packed")
     parser.add_argument("--rows", help="with --fp8 or --packed: numbers of rows")
     args = parser.parse_args()
     if args.fp8 or args.packed:
         rows = list(FP8_ROWS if args.fp8 else PACKED_ROWS)[:: 3 if args.quick else 1]
         if args.rows:
             rows = [int(n) for n in args.rows.split(",")]
-        names = set(args.products.split(","))
+        names = set(args.matmuls.split(","))
         if args.fp8:
             fp8_table(names, rows, args.sweep)
         else:
