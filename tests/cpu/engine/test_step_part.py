@@ -115,6 +115,7 @@ def test_an_engine_with_everything_has_its_parts_in_the_documented_order(build):
         "CostLearner",
         "KvTiers",
         "KvPeers",
+        "Prefetches",
         "WeightExports",
         "Recorder",
         "BlockEvents",
