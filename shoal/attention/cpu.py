@@ -41,12 +41,16 @@ class TorchBackend:
         out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
         decodes, window = step.num_decodes, cache.window
         if decodes:
-            # a padded row looks at one key, and becomes zero below
             lens_B, rows_B = step.kv_lens_S[:decodes].clamp(min=1), step.rows_S[:decodes]
             k_BGLN, v_BGLN = gather(cache, step, rows_B.clamp(min=0), int(lens_B.max()), q_THN.dtype)
-            seen_BL = visible(lens_B - 1, k_BGLN.shape[2], window)
-            out_BHN = self._softmax(q_THN[:decodes].unsqueeze(2), k_BGLN, v_BGLN, seen_BL[:, None, None])
-            out_THN[:decodes] = out_BHN.squeeze(2).masked_fill_((rows_B < 0)[:, None, None], 0)
+            positions_BQ = lens_B[:, None] - step.queries + torch.arange(step.queries)
+            is_padding_BQ = (positions_BQ < 0) | (rows_B < 0)[:, None]
+            # padding looks at one key, and becomes zero below
+            seen_BQL = visible(positions_BQ.clamp(min=0), k_BGLN.shape[2], window)
+            q_BQHN = q_THN[: step.num_decode_tokens].unflatten(0, (decodes, step.queries))
+            out_BHQN = self._softmax(q_BQHN.transpose(1, 2), k_BGLN, v_BGLN, seen_BQL[:, None])
+            out_BQHN = out_BHQN.transpose(1, 2).masked_fill(is_padding_BQ[:, :, None, None], 0)
+            out_THN[: step.num_decode_tokens] = out_BQHN.flatten(0, 1)
         if step.host is None:
             assert decodes == step.num_seqs  # no graph captures a mixed step on a CPU
             return out_THN
@@ -138,8 +142,8 @@ def gather(
     return kv[0], kv[1]
 
 
-def visible(positions_Q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
-    """bool [Q, L]: the keys that a query at each position sees."""
-    keys_L = torch.arange(num_keys)
-    seen_QL = keys_L <= positions_Q[:, None]
-    return seen_QL if window is None else seen_QL & (keys_L > positions_Q[:, None] - window)
+def visible(positions: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """bool [..., L]: the keys that a query at each position sees."""
+    keys_L, positions = torch.arange(num_keys), positions.unsqueeze(-1)
+    seen = keys_L <= positions
+    return seen if window is None else seen & (keys_L > positions - window)

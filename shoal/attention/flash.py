@@ -69,7 +69,7 @@ class FlashAttentionBackend(TritonBackend):
             return
         prefills = slice(step.num_decodes, None)
         self.max_query_len = max(end - start for start, end in pairwise(step.host.query_starts))
-        self.query_starts = step.query_starts_S[prefills] - step.num_decodes
+        self.query_starts = step.query_starts_S[prefills] - step.num_decode_tokens
         self.kv_starts = torch.nn.functional.pad(
             step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
         )
@@ -86,7 +86,7 @@ class FlashAttentionBackend(TritonBackend):
         out_THN: torch.Tensor,
         selected: bool,
     ) -> None:
-        first = step.num_decodes
+        first = step.num_decode_tokens
         k, v, paged = k_TGN[first:], v_TGN[first:], {}
         if not step.fresh_prefills:
             k, v = cache.blocks.transpose(2, 3).unbind(1)
@@ -142,7 +142,7 @@ class FlashInferBackend(TritonBackend):
         num_blocks_S = (lens + self.block_size - 1) // self.block_size
         tables_SM = step.block_tables[cache.table][step.rows_S[first:].long()]
         used = torch.arange(tables_SM.shape[1]) < num_blocks_S[:, None]
-        starts = torch.tensor(step.host.query_starts[first:], dtype=torch.int32) - first
+        starts = torch.tensor(step.host.query_starts[first:], dtype=torch.int32) - step.num_decode_tokens
         self.wrapper.plan(
             starts,
             torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)),
@@ -172,4 +172,5 @@ class FlashInferBackend(TritonBackend):
     ) -> None:
         if self.planned != (cache.window, cache.table):
             self.plan(step, cache)
-        out_THN[step.num_decodes :] = self.wrapper.run(q_THN[step.num_decodes :], cache.blocks)
+        first = step.num_decode_tokens
+        out_THN[first:] = self.wrapper.run(q_THN[first:], cache.blocks)

@@ -40,7 +40,11 @@ class StepInput:
     (the host knows every length, and there is no padding) or a captured mixed step (`sparse_decodes`).
 
     The sequences that decode come first, then those whose prompts are computed (prefills). Tokens lie in the
-    same order, without gaps: token i belongs to decode i, then come the chunks of the prefills.
+    same order, without gaps: decode i has the `queries` tokens from i * queries on, then come the chunks of
+    the prefills.
+
+    The tokens of a sequence are the last of its kv_len positions, and each sees the tokens up to itself. A
+    decode that has fewer than `queries` tokens is padded in front, so it needs no block after its last token.
 
     A captured step always has the sizes of its capture. Where the batch is smaller there is padding, which
     the device recognizes: a padded token has row -1 and position -1, a padded sequence has row -1 and length
@@ -58,6 +62,7 @@ class StepInput:
     block_tables: tuple[torch.Tensor, ...]
     num_decodes: int  # how many of the S sequences are places for decodes
     max_kv_len: int  # an upper bound of kv_lens_S
+    queries: int = 1  # the tokens of each decode
     # Every prefill starts at position 0, so this step's own k and v are all that it may see.
     fresh_prefills: bool = False
     # A captured mixed step. Most places for decodes are empty as a rule, so a backend should cut the work of
@@ -102,6 +107,11 @@ class StepInput:
         return self.token_ids_T.shape[0]
 
     @property
+    def num_decode_tokens(self) -> int:
+        """The tokens of all places for decodes together."""
+        return self.num_decodes * self.queries
+
+    @property
     def max_prefill_tokens(self) -> int:
         """An upper bound of the tokens of all prefills together."""
-        return self.num_tokens if self.sparse_decodes else self.num_tokens - self.num_decodes
+        return self.num_tokens if self.sparse_decodes else self.num_tokens - self.num_decode_tokens

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from shoal.kernels.attention.paged_attention import (
     decode_attention,
     num_prefill_tasks,
     prefill_attention,
+    queries_per_tile,
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
@@ -118,8 +120,10 @@ class TritonBackend:
         dtype: torch.dtype,
         fp8_cache: bool = False,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+        queries: int = 1,
     ) -> None:
-        """holding: the region for partial results, which need not outlive a step."""
+        """holding: the region for partial results, which need not outlive a step. queries: the most tokens of
+        a decode in one step."""
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
         self.scale, self.num_kv_heads = shape.scale, num_kv_heads
@@ -135,20 +139,36 @@ class TritonBackend:
         self.unpacked: UnpackedBlocks | None = None  # for Hopper's prefills from an fp8 cache
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
-        def most_partials(num_seqs: int) -> int:
-            """Returns the largest number of partial results per head in a step of `num_decodes` decodes."""
-            sizes = num_seqs, num_kv_heads, max_model_len, self.num_sms
-            splits = max(decode_splits(*sizes), CUT_SPLITS, captured_splits(*sizes))
-            return num_seqs * (splits + prefix_parts(num_seqs, num_kv_heads, self.num_sms))
+        # How many queries of a decode share a tile, by the number of its queries.
+        self.tile_queries = [
+            0,
+            *(queries_per_tile(self.group, n, head_dim, dtype) for n in range(1, queries + 1)),
+        ]
 
-        partials = max(most_partials(num_seqs) for num_seqs in range(1, max_num_seqs + 1))
+        def most_partials(num_seqs: int, queries: int) -> int:
+            """Returns the largest number of partial results per kv head in a step of `num_seqs` decodes."""
+            num_tiles = self.num_tiles(num_seqs, queries)
+            sizes = num_tiles, num_kv_heads, max_model_len, self.num_sms
+            splits = max(decode_splits(*sizes), CUT_SPLITS, captured_splits(*sizes))
+            parts = prefix_parts(num_seqs, num_kv_heads, self.num_sms)
+            return num_tiles * self.tile_queries[queries] * self.group * (splits + parts)
+
+        steps = list(product(range(1, max_num_seqs + 1), range(1, queries + 1)))
         self.workspace = DecodeWorkspace.allocate(
-            partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device, holding
+            num_kv_heads * max(most_partials(*step) for step in steps),
+            num_kv_heads * max(self.num_tiles(*step) for step in steps),
+            head_dim,
+            device,
+            holding,
         )
         self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # per tile with splits
         self.prefill_workspace = PrefillWorkspace.allocate(
             self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device, holding
         )
+
+    def num_tiles(self, num_seqs: int, queries: int) -> int:
+        """Returns the number of tiles of `num_seqs` decodes of `queries` tokens."""
+        return num_seqs * -(-queries // self.tile_queries[queries])
 
     def begin(self, step: StepInput) -> None:
         """Orders the work of a large step's prefills. There is nothing else to plan, as kernels read lengths
@@ -204,13 +224,14 @@ class TritonBackend:
         return out_THN
 
     def decode(self, q_THN: torch.Tensor, cache: LayerCache, step: StepInput, out_THN: torch.Tensor) -> None:
-        """Writes out_THN of the first num_decodes tokens; an empty place gets zeros."""
+        """Writes out_THN of the decodes' tokens; an empty place gets zeros."""
         tables_RM = step.block_tables[cache.table]
-        sizes = step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms
+        num_tiles = self.num_tiles(step.num_decodes, step.queries)
+        sizes = num_tiles, self.num_kv_heads, step.max_kv_len, self.num_sms
         num_cut = None
         if step.sparse_decodes:
             splits = captured_splits(*sizes)
-        elif is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
+        elif step.queries == 1 and is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
             num_cut, splits = CUT, CUT_SPLITS
         else:
             splits = decode_splits(*sizes)
@@ -232,6 +253,7 @@ class TritonBackend:
                 parts,
                 self.scale,
                 scales_2G=cache.scales_2G,
+                queries=step.queries,
             )
         decode_attention(
             q_THN,
@@ -250,6 +272,7 @@ class TritonBackend:
             max_parts=parts,
             num_cut=num_cut,
             scales_2G=cache.scales_2G,
+            queries=step.queries,
         )
 
     def prefill(

@@ -56,8 +56,10 @@ class Case:
         num_decodes: int = 0,
         seed: int = 0,
         max_kv_len: int | None = None,
+        queries: int = 1,
     ) -> None:
-        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
+        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row. Decodes have `queries` tokens, the
+        first of which may be padding."""
         torch.manual_seed(seed)
         self.heads, self.dtype, self.block_size = (
             head_shape(num_heads, num_kv_heads, head_dim),
@@ -89,10 +91,9 @@ class Case:
                     len(blocks), 2, num_kv_heads, block_size, head_dim, device=DEVICE
                 ).to(dtype)
                 self.kv_layer[where[-1], :, :, (kv_len - 1) % block_size + 1 :] = float("nan")
-                new = gather_kv(self.kv_layer, blocks.to(DEVICE), kv_len)[
-                    :, :, kv_len - query_len :
-                ].transpose(1, 2)
-                self.k[starts[-1] : starts[-1] + query_len], self.v[starts[-1] : starts[-1] + query_len] = new
+                num_new, end = min(query_len, kv_len), starts[-1] + query_len
+                new = gather_kv(self.kv_layer, blocks.to(DEVICE), kv_len)[:, :, kv_len - num_new :]
+                self.k[end - num_new : end], self.v[end - num_new : end] = new.transpose(1, 2)
             starts.append(starts[-1] + query_len)
         self.table = table.to(DEVICE)
         prefills = sequences[num_decodes:]
@@ -107,10 +108,13 @@ class Case:
             block_tables=(self.table[:, 16:],),
             num_decodes=num_decodes,
             max_kv_len=self.max_kv_len,
+            queries=queries,
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
             host=HostView(tuple(starts), tuple(kv_len for _, kv_len in sequences)),
         )
-        self.backend = TritonBackend(self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
+        self.backend = TritonBackend(
+            self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype, queries=queries
+        )
 
     @staticmethod
     def ints(values: list[int]) -> torch.Tensor:
@@ -145,8 +149,8 @@ class Case:
         )
 
 
-def decodes(lengths: list[int]) -> list[tuple[int, int]]:
-    return [(1, n) for n in lengths]
+def decodes(lengths: list[int], queries: int = 1) -> list[tuple[int, int]]:
+    return [(queries, n) for n in lengths]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +197,60 @@ def test_any_block_size(block_size: int) -> None:
 def test_windows(window: int) -> None:
     case = Case([*decodes([1, 5000, 99, 0]), (700, 700), (150, 6000)], num_decodes=4)
     case.check(case.attend(window), window)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 8, 25])
+@pytest.mark.parametrize("heads", [(8, 8, 128), (16, 8, 128), (32, 8, 128), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_decodes_of_several_tokens(heads: tuple[int, int, int], queries: int, dtype: torch.dtype) -> None:
+    """A query sees the tokens up to its own. Of a decode with fewer tokens than queries the first are
+    padding."""
+    lengths = [3000, 0, 9, 64, 40, 1025]
+    sequences = [*decodes(lengths, queries), (queries + 1, 100), (300, 300)]
+    case = Case(sequences, *heads, dtype=dtype, num_decodes=len(lengths), queries=queries)
+    for window in (None, 1, 5, 700):
+        case.check(case.attend(window), window)
+    assert not case.backend.workspace.arrived.any()
+
+
+@pytest.mark.parametrize("queries", [2, 8, 25])
+@pytest.mark.parametrize(
+    "lengths", [[131072], [32768] * 2, [4096] * 32, [1024] * 256, [9000] + [300] * 120], ids=len
+)
+def test_decodes_of_several_tokens_at_real_sizes(lengths: list[int], queries: int) -> None:
+    case = Case(decodes(lengths, queries), num_decodes=len(lengths), queries=queries)
+    first = case.attend()
+    case.check(first)
+    for _ in range(30):
+        assert torch.equal(case.attend(), first)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 96), (8, 1, 80), (8, 2, 256), (71, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_decodes_of_several_tokens_with_any_heads(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    lengths = [9, 15, 16, 17, 1000, 0, 2049, 63, 64, 65]
+    case = Case(decodes(lengths, 9), *heads, dtype=dtype, num_decodes=len(lengths), queries=9)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("queries", [2, 25])
+def test_a_captured_step_of_several_tokens_follows_the_lengths_on_the_device(queries: int) -> None:
+    lengths = [9000, 8000, 3000, 50, 2000, 25, 27, 128]
+    case = Case(decodes(lengths, queries), num_decodes=8, max_kv_len=40_960, queries=queries)
+    case.attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers = [case.backend.attend(case.q, case.k, case.v, case.cache(), case.step) for _ in range(3)]
+    rows = case.step.rows_S.clone()
+    for shorter in (lengths, [25] * 8, [8999, 0, 64, 0, 25, 0, 0, 127], [0] * 8):
+        kv_lens = case.ints(shorter)
+        case.step.kv_lens_S.copy_(kv_lens)
+        case.step.rows_S.copy_(torch.where(kv_lens > 0, rows, -1))
+        for layer in layers:
+            layer.fill_(float("nan"))
+        graph.replay()
+        for layer in layers:
+            case.check(layer)
 
 
 def test_splits_answer_the_same_bits_in_any_order_of_arrival() -> None:
@@ -387,6 +445,22 @@ def test_one_prefix_of_a_whole_batch(heads: int, shared: int) -> None:
     case = Case(decodes([2176 + i % 64 for i in range(256)]), heads, num_decodes=256, max_kv_len=4608)
     set_groups(case, [(list(range(256)), shared)])
     case.check(case.attend())
+
+
+@pytest.mark.parametrize("queries", [2, 8, 25])
+@pytest.mark.parametrize("heads", [(8, 8, 128), (32, 8, 128), (64, 8, 64), (8, 2, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_shared_prefixes_of_decodes_of_several_tokens(
+    heads: tuple[int, int, int], queries: int, dtype: torch.dtype
+) -> None:
+    lengths = [1030, 15, 1017, 1530, 0, 1040, 2049, 63, 2000, 1700, 1024, 1060, 0, 3000]
+    sequences = decodes(lengths, queries)
+    case = Case(sequences, *heads, dtype=dtype, num_decodes=len(lengths), queries=queries)
+    set_groups(case, [([0, 2, 11, 5], 992), ([3, 13, 8, 6], 1488)])
+    first = case.attend()
+    case.check(first)
+    assert all(torch.equal(case.attend(), first) for _ in range(20))
+    assert not case.backend.workspace.arrived.any()
 
 
 def test_many_groups_answer_the_same_bits_every_time() -> None:

@@ -44,7 +44,14 @@ class Fp8Case(Case):
         self.k.fill_(float("nan"))
         self.v.fill_(float("nan"))
         self.backend = TritonBackend(
-            self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, self.dtype, fp8_cache=True
+            self.heads,
+            block_size,
+            len(sequences),
+            self.max_kv_len,
+            DEVICE,
+            self.dtype,
+            fp8_cache=True,
+            queries=self.step.queries,
         )
 
     def expected(self, window: int | None = None) -> torch.Tensor:
@@ -108,6 +115,17 @@ def test_numbers_are_rounded_to_nearest_even_and_do_not_overflow(
 
 
 # Attention
+
+
+@pytest.mark.parametrize("queries", [2, 8, 25])
+@pytest.mark.parametrize("heads", [(8, 8, 128), (16, 8, 128), (32, 8, 128), (64, 8, 64)], ids=str)
+def test_decodes_of_several_tokens(heads: tuple[int, int, int], queries: int) -> None:
+    lengths = [3000, 0, 9, 64, 40, 1025, 1030, 1040, 1050, 1060]
+    case = Fp8Case(decodes(lengths, queries), *heads, num_decodes=len(lengths), queries=queries)
+    for window in (None, 5, 700):
+        case.check(case.attend(window), window)
+    set_groups(case, [([6, 8, 7], 992)])
+    case.check(case.attend())
 
 
 @pytest.mark.parametrize(

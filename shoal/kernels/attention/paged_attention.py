@@ -51,6 +51,14 @@ def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     return AttentionTiles(16, 32, 2 if head_dim <= 128 else 4, 3)
 
 
+def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype) -> int:
+    """How many of the `queries` of a decode share a tile with their `group` heads. Each tile reads all keys,
+    and 16 rows cost as much as fewer do. More rows take more registers, which tiles without tensor cores or
+    with large heads lack."""
+    most_rows = 64 if dtype != torch.float32 and head_dim <= 128 else 16
+    return min(queries, max(1, most_rows // group))
+
+
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     if dtype == torch.float32:
         return AttentionTiles(32, 32, 4, 2) if head_dim <= 64 else AttentionTiles(32, 16, 8, 2)
@@ -113,6 +121,28 @@ def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.
 
 
 @triton.jit
+def _query_rows(
+    rows,
+    first_query,
+    stride_query,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+):
+    """Row r of a tile is head r % GROUP of query first_query + r // GROUP. Returns where the rows begin,
+    counted from the sequence's first query, and whether there is such a row."""
+    if QUERIES == 1:
+        offsets = rows * N
+        there = rows < GROUP
+    else:
+        queries = first_query + rows // GROUP
+        offsets = queries * stride_query + rows % GROUP * N
+        there = (rows < TILE_QUERIES * GROUP) & (queries < QUERIES)
+    return offsets, there
+
+
+@triton.jit
 def _combine_splits(
     out_ptr,
     partial_ptr,
@@ -120,16 +150,21 @@ def _combine_splits(
     active,
     parts,
     splits,
+    first_query,
+    stride_out,
     SHARED: tl.constexpr,
     GROUP: tl.constexpr,
     N: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     N_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Combines the partial results of one (sequence, kv head): its `active` splits, then `parts` of
+    """Combines the partial results of one (tile of queries, kv head): its `active` splits, then `parts` of
     a shared prefix, which lie behind the room for all `splits`. The order is fixed, so no bit depends on
     which program came last."""
+    TILE_ROWS: tl.constexpr = TILE_QUERIES * GROUP
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, N_PAD)
     acc = tl.zeros((ROWS, N_PAD), tl.float32)
@@ -137,10 +172,10 @@ def _combine_splits(
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     for first in range(0, active + parts, CHUNK):
         results = first + tl.arange(0, CHUNK)
-        there = (results < active + parts)[:, None] & (rows < GROUP)[None, :]
+        there = (results < active + parts)[:, None] & (rows < TILE_ROWS)[None, :]
         if SHARED:
             results = tl.where(results < active, results, results - active + splits)
-        slots = results[:, None] * GROUP + rows[None, :]
+        slots = results[:, None] * TILE_ROWS + rows[None, :]
         # Other SMs wrote these, so they are read past this SM's L1 cache (.cg).
         lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
@@ -156,10 +191,11 @@ def _combine_splits(
         total = total * shrink + tl.sum(weights, 0)
         highest = new_highest
     result = acc / total[:, None]
+    offsets, is_row = _query_rows(rows, first_query, stride_out, GROUP, N, QUERIES, TILE_QUERIES)
     tl.store(
-        out_ptr + rows[:, None] * N + dims[None, :],
+        out_ptr + offsets[:, None] + dims[None, :],
         result.to(out_ptr.dtype.element_ty),
-        mask=(rows < GROUP)[:, None] & (dims < N)[None, :],
+        mask=is_row[:, None] & (dims < N)[None, :],
     )
 
 
@@ -197,6 +233,8 @@ def decode_kernel(
     CUT: tl.constexpr,
     LENGTHS: tl.constexpr,
     FP8: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     N_PAD: tl.constexpr,
@@ -204,11 +242,12 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attends from the one query token of each sequence. The grid is (G, splits, S): at most `splits`
-    programs share a sequence's keys evenly.
+    """Attends from the QUERIES query tokens of each sequence, its last ones. The grid is (G, splits, S *
+    tiles): a tile has TILE_QUERIES of a sequence's queries, and at most `splits` programs share its keys
+    evenly.
 
     The grid is fixed when a graph is captured, and lengths are read here. Programs beyond a length leave at
-    once. A sequence that needs one program writes its output directly. Otherwise each program leaves a
+    once. A tile that needs one program writes its output directly. Otherwise each program leaves a
     normalised result and its log-sum-exp in the workspace. The last program to arrive, found by a counter,
     combines them and sets the counter back to 0, so there is no second launch.
 
@@ -220,6 +259,9 @@ def decode_kernel(
     1.5 times the mean's keys. A split has at least as many keys, and at least 1 / splits of the sequence's.
     The programs at the grid's end take all splits but the first; usually they have nothing to do. LENGTHS is
     a power of two of at least S, the same for all sizes of a batch.
+
+    QUERIES > 1: a query sees the keys up to its own position, so programs may have rows that see none of
+    their keys. A query before position 0 is padding and gets zeros.
 
     SHARED: the previous kernel must be prefix_kernel. It works on the first prefix_lens_ptr[seq] keys, and
     leaves their results in `parts_ptr[seq]` parts, while this kernel works on the other keys. The parts are
@@ -235,12 +277,23 @@ def decode_kernel(
         split = 1 + (seq - num_seqs) % (splits - 1)
         seq = (seq - num_seqs) // (splits - 1)
     num_kv_heads = tl.num_programs(0)
+    tile = seq
+    first_query = 0
+    if QUERIES > 1:
+        TILES: tl.constexpr = (QUERIES + TILE_QUERIES - 1) // TILE_QUERIES
+        first_query = seq % TILES * TILE_QUERIES
+        seq = seq // TILES
     kv_len = tl.load(kv_lens_ptr + seq, cache_modifier=".cg")
     row = tl.load(rows_ptr + seq, cache_modifier=".cg").to(tl.int64)
 
+    # The tile's queries see keys [start, stop), and its first query is at first_pos.
     start = 0
+    first_pos = kv_len - QUERIES + first_query
+    stop = kv_len
+    if QUERIES > 1:
+        stop = tl.minimum(first_pos + TILE_QUERIES, kv_len)
     if WINDOW > 0:
-        start = tl.maximum(kv_len - WINDOW, 0)
+        start = tl.maximum(first_pos + 1 - WINDOW, 0)
     if SHARED:
         start = tl.minimum(tl.load(prefix_lens_ptr + seq, cache_modifier=".cg"), kv_len)
     if CUT > 0:
@@ -257,21 +310,27 @@ def decode_kernel(
                 )
             least = tl.sum(lens, axis=0) // tl.maximum(num_lens, 1) * 3 // 2
         min_split = tl.maximum(min_split, least)
-    split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
-    active = tl.cdiv(kv_len - start, split_len)
+    split_len = tl.cdiv(tl.maximum(tl.cdiv(stop - start, splits), min_split), BLOCK_N) * BLOCK_N
+    active = tl.cdiv(stop - start, split_len)
+    if QUERIES > 1:
+        active = tl.maximum(active, 1)  # a tile of padding sees no key
     # It leaves without waiting, because the first split waits. The next kernel gets its registers at once.
     if split >= tl.maximum(active, 1):
         return
 
-    heads = tl.arange(0, BLOCK_M)  # the group's heads, padded because a matrix product needs 16 rows
+    rows = tl.arange(
+        0, BLOCK_M
+    )  # the tile's queries times the group's heads, at least 16 for a matrix product
     dims = tl.arange(0, N_PAD)
     dim_mask = (dims < N)[None, :]
-    head_mask = (heads < GROUP)[:, None] & dim_mask
-    head_offsets = heads[:, None] * N + dims[None, :]
-    out_ptr += (seq * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
+    stride_out = num_kv_heads * GROUP * N
+    out_offsets, is_row = _query_rows(rows, first_query, stride_out, GROUP, N, QUERIES, TILE_QUERIES)
+    out_offsets = out_offsets[:, None] + dims[None, :]
+    row_mask = is_row[:, None] & dim_mask
+    out_ptr += (seq * QUERIES * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
     if kv_len == 0:  # a padded row
         wait_for_previous(PDL)
-        tl.store(out_ptr + head_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=head_mask)
+        tl.store(out_ptr + out_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=row_mask)
         return
 
     table_ptr += row * stride_table
@@ -282,16 +341,21 @@ def decode_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
     begin = start + split * split_len
-    end = tl.minimum(begin + split_len, kv_len)
+    end = tl.minimum(begin + split_len, stop)
     columns = tl.arange(0, BLOCK_N)
     blocks = tl.load(
         table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg"
     )
     if not SHARED:
         wait_for_previous(PDL)
+    q_offsets, _ = _query_rows(rows, first_query, stride_q, GROUP, N, QUERIES, TILE_QUERIES)
+    q_offsets = q_offsets[:, None] + dims[None, :]
     q = tl.load(
-        q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0
+        q_ptr + (seq * QUERIES).to(tl.int64) * stride_q + kv_head * GROUP * N + q_offsets,
+        mask=row_mask,
+        other=0.0,
     )
+    query_pos = (first_pos + rows // GROUP)[:, None]
     for first in range(begin, end, BLOCK_N):
         keys = first + columns
         there = keys < end
@@ -301,17 +365,24 @@ def decode_kernel(
         k = tl.load(kv_ptr + offsets, mask=mask, other=0)
         # It is masked, because an unused slot may hold NaN, and 0 * NaN is NaN.
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0)
-        acc, total, highest = _softmax_step(
-            acc, total, highest, q, k, v, there[None, :], scale_log2, True, FP8
-        )
+        visible = there[None, :]
+        if QUERIES > 1:
+            visible &= keys[None, :] <= query_pos
+            if WINDOW > 0:
+                visible &= keys[None, :] > query_pos - WINDOW
+        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, True, FP8)
     if FP8:
         acc *= tl.load(scales_ptr + num_kv_heads + kv_head)
-    task = seq * num_kv_heads + kv_head
+    if QUERIES > 1:
+        total = tl.where(total > 0, total, 1.0)  # a row that sees no key gives 0, with a tiny weight
+    TILE_ROWS: tl.constexpr = TILE_QUERIES * GROUP
+    task = tile * num_kv_heads + kv_head
     room = splits
     if SHARED:
         room += max_parts
-    partial_ptr += task.to(tl.int64) * room * GROUP * N
-    lse_ptr += task.to(tl.int64) * room * GROUP
+    partial_ptr += task.to(tl.int64) * room * TILE_ROWS * N
+    lse_ptr += task.to(tl.int64) * room * TILE_ROWS
+    slots = rows[:, None] * N + dims[None, :]
     parts = 0
     if SHARED:
         wait_for_previous(PDL)
@@ -320,16 +391,10 @@ def decode_kernel(
         if SHARED:  # The only program of a sequence combines the parts of the prefix itself.
             for part in tl.range(splits, splits + parts, loop_unroll_factor=4):
                 lse = tl.load(
-                    lse_ptr + part * GROUP + heads,
-                    mask=heads < GROUP,
-                    other=float("-inf"),
-                    cache_modifier=".cg",
+                    lse_ptr + part * TILE_ROWS + rows, mask=is_row, other=float("-inf"), cache_modifier=".cg"
                 )
                 partial = tl.load(
-                    partial_ptr + part * GROUP * N + head_offsets,
-                    mask=head_mask,
-                    other=0.0,
-                    cache_modifier=".cg",
+                    partial_ptr + part * TILE_ROWS * N + slots, mask=row_mask, other=0.0, cache_modifier=".cg"
                 )
                 new_highest = tl.maximum(highest, lse)
                 shrink = tl.exp2(highest - new_highest)
@@ -337,12 +402,12 @@ def decode_kernel(
                 acc = acc * shrink[:, None] + partial * weight[:, None]
                 total = total * shrink + weight
                 highest = new_highest
-        tl.store(out_ptr + head_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
+        tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask)
         return
 
     result = acc / total[:, None]
-    tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
-    tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
+    tl.store(partial_ptr + split * TILE_ROWS * N + slots, result, mask=row_mask)
+    tl.store(lse_ptr + split * TILE_ROWS + rows, highest + tl.log2(total), mask=is_row)
     # All threads have stored before one of them says so (release), and that one has heard of the other
     # programs before any thread reads (acquire).
     tl.debug_barrier()
@@ -351,7 +416,22 @@ def decode_kernel(
         tl.store(arrived_ptr + task, 0)
         tl.debug_barrier()
         _combine_splits(
-            out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED, GROUP, N, ROWS, N_PAD, CHUNK
+            out_ptr,
+            partial_ptr,
+            lse_ptr,
+            active,
+            parts,
+            splits,
+            first_query,
+            stride_out,
+            SHARED,
+            GROUP,
+            N,
+            QUERIES,
+            TILE_QUERIES,
+            ROWS,
+            N_PAD,
+            CHUNK,
         )
 
 
@@ -373,12 +453,14 @@ def decode_attention(
     max_parts: int = 0,
     num_cut: int | None = None,
     scales_2G: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> None:
-    """Writes out_THN[s] for each sequence s < num_seqs, whose one query is q_THN[s].
+    """Writes out_THN of the queries of each sequence s < num_seqs: its last `queries` tokens, which are
+    q_THN[s * queries] and the next ones.
 
     `min_split` is the fewest keys that are worth a program of their own. With `num_cut`, only the first
     `num_cut` sequences may be split, which should be the longest, and only if they have more than 1.5 times
-    the mean's keys.
+    the mean's keys. That takes one query for each sequence.
 
     With `prefix_lens_S`, `prefix_attention` must have been launched just before, with the same `splits` and
     `max_parts`. It works on the first prefix_lens_S[s] keys.
@@ -392,19 +474,19 @@ def decode_attention(
         and out_THN.is_contiguous()
         and kv_layer.stride()[3:] == (head_dim, 1)
     )
-    assert block_tables_RM.stride(1) == 1 and num_seqs * num_kv_heads <= workspace.arrived.numel()
+    tile_queries = queries_per_tile(group, queries, head_dim, q_THN.dtype)
+    num_tiles = num_seqs * -(-queries // tile_queries)
+    assert block_tables_RM.stride(1) == 1 and num_tiles * num_kv_heads <= workspace.arrived.numel()
     shared = prefix_lens_S is not None
-    assert num_cut is None or 0 < num_cut <= num_seqs
+    assert num_cut is None or (0 < num_cut <= num_seqs and queries == 1)
     assert not (shared and window) and (shared or max_parts == 0)
-    assert (
-        splits + max_parts == 1
-        or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
-    )
+    num_partials = num_tiles * num_kv_heads * (splits + max_parts) * tile_queries * group
+    assert splits + max_parts == 1 or num_partials * head_dim <= workspace.partial.numel()
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
     head_dim_pad = max(16, next_power_of_2(head_dim))
-    rows = next_power_of_2(group)
+    rows = next_power_of_2(tile_queries * group)
     grid = (
-        (num_kv_heads, splits, num_seqs)
+        (num_kv_heads, splits, num_tiles)
         if num_cut is None
         else (num_kv_heads, 1, num_seqs + num_cut * (splits - 1))
     )
@@ -437,6 +519,8 @@ def decode_attention(
         CUT=num_cut or 0,
         LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
         FP8=fp8,
+        QUERIES=queries,
+        TILE_QUERIES=tile_queries,
         BLOCK_M=max(tiles.block_m, rows),
         BLOCK_N=tiles.block_n,
         N_PAD=head_dim_pad,

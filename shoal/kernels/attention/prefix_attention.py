@@ -22,6 +22,7 @@ from shoal.kernels.attention.paged_attention import (
     _attend_range,
     cache_bytes,
     prefill_tiles,
+    queries_per_tile,
 )
 from shoal.kernels.pdl import pdl_options, wait_then_start_next
 from shoal.kernels.rounding import next_power_of_2
@@ -70,14 +71,17 @@ def prefix_kernel(
     MAX_GROUPS: tl.constexpr,
     MIN_STEPS: tl.constexpr,
     FP8: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     N_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Works on items. An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of
-    the shared keys. The grid may have any number of programs.
+    """Works on items. An item is BLOCK_Q queries of a group's members, the query heads of one kv head, and
+    one part of the shared keys. Each member has QUERIES queries, which decode_kernel has in tiles of
+    TILE_QUERIES. The grid may have any number of programs.
 
     The keys are split so finely that all groups together have at most one item for each program, and
     all items have about the same length.
@@ -86,6 +90,8 @@ def prefix_kernel(
     groups = tl.arange(0, MAX_GROUPS)
     starts = tl.load(groups_ptr + groups * GROUP_FIELDS + START)
     counts = tl.load(groups_ptr + groups * GROUP_FIELDS + COUNT)
+    if QUERIES > 1:
+        counts *= QUERIES
     lengths = tl.load(groups_ptr + groups * GROUP_FIELDS + LENGTH)
     table_rows = tl.load(groups_ptr + groups * GROUP_FIELDS + ROW)
     tiles = tl.cdiv(counts, BLOCK_Q)
@@ -115,12 +121,15 @@ def prefix_kernel(
         table_row = tl.sum(tl.where(mine, table_rows, 0), 0)
         kv_head = index % G
         part = index // G % num_parts
-        members = index // G // num_parts * BLOCK_Q + rows // GROUP
-        there = (rows < BLOCK_Q * GROUP) & (members < count)
-        seqs = tl.load(members_ptr + start + members, mask=there, other=0).to(tl.int64)
+        queries = index // G // num_parts * BLOCK_Q + rows // GROUP
+        there = (rows < BLOCK_Q * GROUP) & (queries < count)
+        seqs = tl.load(members_ptr + start + queries // QUERIES, mask=there, other=0).to(tl.int64)
         mask = there[:, None] & dim_mask
+        tokens = seqs
+        if QUERIES > 1:
+            tokens = seqs * QUERIES + queries % QUERIES
         q = tl.load(
-            q_ptr + (seqs * stride_q + (kv_head * GROUP + heads) * N)[:, None] + dims[None, :],
+            q_ptr + (tokens * stride_q + (kv_head * GROUP + heads) * N)[:, None] + dims[None, :],
             mask=mask,
             other=0.0,
         )
@@ -183,7 +192,14 @@ def prefix_kernel(
         )
         if FP8:
             acc *= tl.load(scales_ptr + G + kv_head)
-        slots = ((seqs * G + kv_head) * (splits + max_parts) + splits + part) * GROUP + heads
+        query_tiles = seqs
+        query_rows = heads
+        if QUERIES > 1:
+            TILES: tl.constexpr = (QUERIES + TILE_QUERIES - 1) // TILE_QUERIES
+            query_tiles = seqs * TILES + queries % QUERIES // TILE_QUERIES
+            query_rows = queries % QUERIES % TILE_QUERIES * GROUP + heads
+        TILE_ROWS: tl.constexpr = TILE_QUERIES * GROUP
+        slots = ((query_tiles * G + kv_head) * (splits + max_parts) + splits + part) * TILE_ROWS + query_rows
         tl.store(partial_ptr + slots[:, None] * N + dims[None, :], acc / total[:, None], mask=mask)
         tl.store(lse_ptr + slots, highest + tl.log2(total), mask=there)
         if (kv_head == 0) & (part == 0):
@@ -204,11 +220,12 @@ def prefix_attention(
     scale: float,
     tiles: AttentionTiles | None = None,
     scales_2G: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
     the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
-    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts` and
-    `scales_2G`."""
+    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts`, `scales_2G` and
+    `queries`."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -217,7 +234,10 @@ def prefix_attention(
         and block_tables_RM.stride(1) == 1
     )
     assert groups.shape == (MAX_GROUPS, len(GroupField)) and groups.is_contiguous()
-    assert num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
+    tile_queries = queries_per_tile(group, queries, head_dim, q_THN.dtype)
+    num_tiles = num_seqs * -(-queries // tile_queries)
+    num_partials = num_tiles * num_kv_heads * (splits + max_parts) * tile_queries * group
+    assert num_partials * head_dim <= workspace.partial.numel()
     tiles = tiles or prefix_tiles(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, next_power_of_2(group))
     prefix_kernel[(num_programs,)](
@@ -243,6 +263,8 @@ def prefix_attention(
         MAX_GROUPS=MAX_GROUPS,
         MIN_STEPS=max(1, MIN_PART // tiles.block_n),
         FP8=scales_2G is not None,
+        QUERIES=queries,
+        TILE_QUERIES=tile_queries,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=block_m // group,

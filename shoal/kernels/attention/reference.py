@@ -29,7 +29,7 @@ def paged_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Returns [T, H, N]. A sequence's queries are the last of its kv_len positions. A sequence with row -1 or
-    kv_len 0 is padding, and its results are zeros."""
+    kv_len 0 is padding, as is a query before position 0, and their results are zeros."""
     out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
     group = q_THN.shape[1] // kv_layer.shape[2]
     starts = query_starts_S.tolist()
@@ -47,5 +47,6 @@ def paged_attention(
             visible &= key_pos > query_pos - window
         scores = q_THN[first:last].float().transpose(0, 1) @ k_HKN.transpose(1, 2) * scale
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
         out_THN[first:last] = (weights @ v_HKN).transpose(0, 1).to(q_THN.dtype)
     return out_THN

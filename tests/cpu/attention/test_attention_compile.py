@@ -96,6 +96,7 @@ def cascade(
     block_size: int = 16,
     window: int | None = None,
     fp8: bool = False,
+    queries: int = 1,
 ) -> None:
     """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
     if fp8 and not converts_fp8():
@@ -108,24 +109,27 @@ def cascade(
         torch.device("cpu"),
         dtype,
         fp8_cache=fp8,
+        queries=queries,
     )
-    q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
+    num_tokens = num_seqs * queries
+    q = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
         :, : num_heads * head_dim
     ].unflatten(1, (-1, head_dim))
     kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
     layout = StateLayout(num_seqs, 20)
     state = torch.zeros(layout.size, dtype=torch.int32)
-    ints = state[:num_seqs]
+    ints, token_ints = state[:num_seqs], state[:num_tokens]
     step = StepInput(
-        token_ids_T=ints,
-        positions_T=ints,
-        rows_T=ints,
+        token_ids_T=token_ints,
+        positions_T=token_ints,
+        rows_T=token_ints,
         rows_S=ints,
         query_starts_S=state[: num_seqs + 1],
         kv_lens_S=ints,
         block_tables=(layout.block_tables(state),),
         num_decodes=num_seqs,
         max_kv_len=4096,
+        queries=queries,
         prefixes=SharedPrefixes(*layout.prefixes(state)),
     )
     scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
@@ -181,6 +185,14 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 80, large blocks, fp8 cache": partial(attend, 9, 3, 80, FP16, 256, fp8=True),
     "qwen3-8b cascade, fp8 cache": partial(cascade, 32, 8, 128, BF16, 256, fp8=True),
     "head size 256, cascade, fp8 cache": partial(cascade, 8, 2, 256, BF16, 64, fp8=True),
+    "qwen3-8b, 4 tokens a decode": partial(cascade, 32, 8, 128, BF16, 8, queries=4),
+    "qwen3-8b cascade, 9 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, queries=9),
+    "mistral, 25 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, window=4096, queries=25),
+    "qwen3-8b fp32, 9 tokens a decode": partial(cascade, 32, 8, 128, FP32, 8, queries=9),
+    "head size 256, 9 tokens a decode": partial(cascade, 8, 2, 256, BF16, 8, queries=9),
+    "qwen3-8b cascade, fp8 cache, 25 tokens a decode": partial(
+        cascade, 32, 8, 128, BF16, 16, fp8=True, queries=25
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from shoal.kernels.attention.paged_attention import (
     PrefillWorkspace,
     decode_attention,
     prefill_attention,
+    queries_per_tile,
 )
 from shoal.kernels.attention.reference import paged_attention
 from shoal.kernels.layer_cache import LayerCache
@@ -50,8 +51,10 @@ class Case:
         dtype: torch.dtype = torch.float32,
         num_decodes: int = 0,
         seed: int = 0,
+        queries: int = 1,
     ) -> None:
-        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
+        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row. Decodes have `queries` tokens, the
+        first of which may be padding."""
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
         max_blocks = max(-(-kv_len // block_size) for _, kv_len in sequences) + 1
@@ -79,8 +82,9 @@ class Case:
             if kv_len:
                 row = free_rows.pop()
                 keys, values = torch.randn(2, kv_len, num_kv_heads, head_dim, generator=generator).to(dtype)
-                keys[kv_len - query_len :] = self.k[token : token + query_len]
-                values[kv_len - query_len :] = self.v[token : token + query_len]
+                num_new = min(query_len, kv_len)
+                new = slice(token + query_len - num_new, token + query_len)
+                keys[kv_len - num_new :], values[kv_len - num_new :] = self.k[new], self.v[new]
                 for first in range(0, kv_len, block_size):
                     block = free_blocks.pop()
                     self.block_tables_RM[row, first // block_size] = block
@@ -104,6 +108,7 @@ class Case:
             block_tables=(self.block_tables_RM,),
             num_decodes=num_decodes,
             max_kv_len=max(kv_lens),
+            queries=queries,
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
             host=HostView(tuple(starts), tuple(kv_lens)),
         )
@@ -202,9 +207,10 @@ class Case:
     ) -> DecodeWorkspace:
         """Runs the decode kernel on small tiles, so that a few keys make several tiles and splits, and checks
         the output."""
-        num_seqs, num_heads = self.q.shape[:2]
+        num_seqs, num_heads, head_dim = self.step.num_seqs, *self.q.shape[1:]
+        num_rows = num_seqs * 2 * self.step.queries * num_heads  # the last tile may have fewer queries
         workspace = workspace or DecodeWorkspace.allocate(
-            num_seqs * num_heads * splits, num_seqs * num_heads, self.q.shape[2], torch.device("cpu")
+            num_rows * splits, num_rows, head_dim, torch.device("cpu")
         )
         out = self.poisoned()
         decode_attention(
@@ -223,6 +229,7 @@ class Case:
             min_split=16,
             num_cut=num_cut,
             scales_2G=self.scales_2G,
+            queries=self.step.queries,
         )
         self.check(out, window)
         return workspace
@@ -316,6 +323,49 @@ def test_of_a_large_batch_only_what_is_long_for_it_is_cut(
 @pytest.mark.parametrize("window", [5, 33, 1000])
 def test_a_large_batch_is_cut_by_what_its_windows_hold(window: int) -> None:
     Case([(1, 200), (1, 70), (1, 33), (1, 4), (1, 0)]).decode(4, window, num_cut=3)
+
+
+QUERIES = [2, 8, 25]
+
+
+def decodes_of(queries: int, kv_lens: list[int]) -> list[tuple[int, int]]:
+    return [(queries, kv_len) for kv_len in kv_lens]
+
+
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (8, 1)], ids=str)
+def test_decodes_of_several_tokens_are_causal_among_themselves(heads: tuple[int, int], queries: int) -> None:
+    """A query sees the tokens up to its own; of (25, 9) the first 16 are padding."""
+    for dtype, splits in ((torch.float32, 3), (torch.float16, 1)):
+        case = Case(decodes_of(queries, [70, 0, 9]), *heads, dtype=dtype, queries=queries)
+        assert not case.decode(splits).arrived.any()
+    Case(decodes_of(queries, [70, 26]), *heads, queries=queries).in_fp8().decode(splits=2)
+
+
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("window", [1, 5, 33])
+def test_decodes_of_several_tokens_see_their_windows_only(window: int, queries: int) -> None:
+    case = Case(decodes_of(queries, [70, 33, 4, 0]), queries=queries)
+    case.decode(splits=3, window=window)
+
+
+@pytest.mark.parametrize(("group", "dtype", "tiles"), [(4, torch.float32, 7), (8, torch.float16, 4)])
+def test_decodes_of_many_rows_take_several_tiles(group: int, dtype: torch.dtype, tiles: int) -> None:
+    assert -(-25 // queries_per_tile(group, 25, 16, dtype)) == tiles
+    case = Case(decodes_of(25, [90, 40]), group, 1, dtype=dtype, queries=25)
+    assert not case.decode(splits=4).arrived.any()
+
+
+@pytest.mark.parametrize("prefills", [[], [(9, 30), (12, 12)]])
+def test_the_backend_answers_decodes_of_several_tokens(prefills: list[tuple[int, int]]) -> None:
+    for queries in (2, 8):
+        decodes = decodes_of(queries, [130, 7, 0, 17])
+        case = Case(decodes + prefills, num_decodes=len(decodes), queries=queries)
+        engine = TritonBackend(head_shape(4, 2, 16), 8, 8, 256, torch.device("cpu"), torch.float32, queries=8)
+        engine.begin(case.step)
+        for window in (None, 10):
+            case.check(engine.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
+        assert not engine.workspace.arrived.any()
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])

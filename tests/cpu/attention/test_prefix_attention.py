@@ -53,9 +53,10 @@ def cascade(
 ) -> DecodeWorkspace:
     """Both kernels on small tiles, so that a few keys make several parts."""
     prefixes = share(case, groups)
-    num_seqs, num_heads, head_dim = case.q.shape
+    num_seqs, num_heads, head_dim = case.step.num_seqs, *case.q.shape[1:]
+    num_rows = num_seqs * 2 * case.step.queries * num_heads  # the last tile may have fewer queries
     workspace = workspace or DecodeWorkspace.allocate(
-        num_seqs * num_heads * (splits + max_parts), num_seqs * num_heads, head_dim, torch.device("cpu")
+        num_rows * (splits + max_parts), num_rows, head_dim, torch.device("cpu")
     )
     out, tiles = case.poisoned(), AttentionTiles(block_m, 16, 4, 2)
     prefix_attention(
@@ -72,6 +73,7 @@ def cascade(
         case.scale,
         tiles,
         scales_2G=case.scales_2G,
+        queries=case.step.queries,
     )
     decode_attention(
         case.q,
@@ -91,6 +93,7 @@ def cascade(
         max_parts=max_parts,
         num_cut=num_cut,
         scales_2G=case.scales_2G,
+        queries=case.step.queries,
     )
     case.check(out)
     assert not workspace.arrived.any()
@@ -120,6 +123,16 @@ def test_a_large_batch_is_cut_by_keys_of_its_own(num_cut: int) -> None:
 @pytest.mark.parametrize("programs", [1, 7])
 def test_groups_beside_loners_and_padding(splits: int, max_parts: int, programs: int) -> None:
     cascade(Case(MIXED), [([0, 3, 5], 7), ([8, 1, 4, 7], 8)], splits, max_parts, programs)
+
+
+@pytest.mark.parametrize("queries", [2, 8, 25])
+@pytest.mark.parametrize("heads", [(2, 1), (8, 1)], ids=str)
+def test_groups_of_decodes_of_several_tokens(heads: tuple[int, int], queries: int) -> None:
+    lengths = [100, 0, 90, 101, 30, 95]
+    case = Case([(queries, n) for n in lengths], *heads, queries=queries)
+    cascade(case, [([0, 2, 5], 8)])
+    case = Case([(queries, n) for n in lengths], *heads, dtype=torch.float16, queries=queries)
+    cascade(case, [([5, 0, 3], 7)], splits=1, block_m=32)
 
 
 def test_no_group_at_all() -> None:
@@ -163,14 +176,17 @@ def test_the_workspace_serves_the_next_layer_and_other_groups() -> None:
 
 def backend(num_heads: int, num_kv_heads: int) -> TritonBackend:
     return TritonBackend(
-        head_shape(num_heads, num_kv_heads, 16), 8, 40, 512, torch.device("cpu"), torch.float32
+        head_shape(num_heads, num_kv_heads, 16), 8, 40, 512, torch.device("cpu"), torch.float32, queries=2
     )
 
 
 @pytest.mark.parametrize("prefills", [[], [(9, 30), (12, 12)]])
-def test_the_backend_shares_prefixes_of_mixed_steps_too(prefills: list[tuple[int, int]]) -> None:
-    decodes = [(1, n) for n in (130, 190, 0, 140, 17, 150, 133, 131, 129, 0, 200, 160)]
-    case = Case(decodes + prefills, num_decodes=len(decodes))
+@pytest.mark.parametrize("queries", [1, 2])
+def test_the_backend_shares_prefixes_of_mixed_steps_too(
+    prefills: list[tuple[int, int]], queries: int
+) -> None:
+    decodes = [(queries, n) for n in (130, 190, 0, 140, 17, 150, 133, 131, 129, 0, 200, 160)]
+    case = Case(decodes + prefills, num_decodes=len(decodes), queries=queries)
     case.step = replace(case.step, prefixes=share(case, [([0, 3, 6, 5], 16), ([1, 10, 11], 13)]))
     engine = backend(4, 2)
     for window in (None, 10):  # a window sees no prefix: it is left alone

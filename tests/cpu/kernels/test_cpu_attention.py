@@ -9,14 +9,20 @@ from shoal.attention.cpu import CpuBackend, TorchBackend
 from shoal.attention.step_input import HostView, StepInput
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.reference import to_fp8
 from tests.head_shape import head_shape
 
 
 def make_step(
-    sequences: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int
+    sequences: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    decode_queries: int = 1,
 ) -> tuple[torch.Tensor, ...]:
     """qkv heads, cache and step of (query tokens, cached tokens) sequences, decodes first; (1, 0) is
-    padding."""
+    padding. Decodes have `decode_queries` tokens."""
     lens, queries = [kv for _, kv in sequences], [q for q, _ in sequences]
     width = max(1, *(-(-kv // block_size) for kv in lens)) + 1
     num_blocks, size = len(sequences) * width + 3, len(sequences)
@@ -38,7 +44,7 @@ def make_step(
             cache[block, 1, :, :, position % block_size] = kv.view(2, kv_heads, head_dim)
         if kv_len == 0:
             rows[i] = -1
-    num_decodes = next((i for i, (q, _) in enumerate(sequences) if q > 1), size)
+    num_decodes = next((i for i, (q, _) in enumerate(sequences) if q != decode_queries), size)
     tokens = torch.zeros(starts[-1], dtype=torch.int32)
     step = StepInput(
         token_ids_T=tokens,
@@ -50,6 +56,7 @@ def make_step(
         block_tables=(state[:, 16:],),
         num_decodes=num_decodes,
         max_kv_len=max(lens),
+        queries=decode_queries,
         fresh_prefills=False,
         host=HostView(tuple(starts), tuple(lens)),
     )
@@ -61,7 +68,7 @@ def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tens
     block_size, repeat = kv_layer.shape[3], q_THN.shape[1] // kv_layer.shape[2]
     for i, (start, end) in enumerate(itertools.pairwise(step.host.query_starts)):
         keys = torch.arange(step.host.kv_lens[i])
-        positions = keys[start - end :]
+        positions = torch.arange(start - end, 0) + len(keys)
         if not len(keys):
             continue
         kv = kv_layer[
@@ -70,9 +77,9 @@ def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tens
         k, v = kv.repeat_interleave(repeat, dim=2).double().unbind(1)
         scores = torch.einsum("thn,lhn->htl", q_THN[start:end].double() * q_THN.shape[2] ** -0.5, k)
         seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or len(keys)))
-        out[start:end] = torch.einsum(
-            "htl,lhn->thn", scores.masked_fill(~seen, -torch.inf).softmax(-1), v
-        ).to(out.dtype)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights[:, positions < 0] = 0  # padding
+        out[start:end] = torch.einsum("htl,lhn->thn", weights, v).to(out.dtype)
     return out
 
 
@@ -111,6 +118,30 @@ def test_attention_is_softmax_over_the_paged_cache(
     got = TorchBackend(shape).attend(q, k, v, clean, step)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("queries", [1, 2, 8, 25])
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+def test_decodes_of_several_tokens_are_causal_among_themselves(kv_heads, queries, window, is_fp8):
+    """In the decode with 9 tokens in the cache, the first 16 of 25 queries are padding."""
+    torch.manual_seed(0)
+    sequences = [(queries, 300), (queries, 0), (queries, 40), (queries, 9), (5, 7)]
+    qkv, kv_layer, step = make_step(sequences, 8, kv_heads, 24, 16, queries)
+    assert step.num_decodes == 4 and step.max_prefill_tokens == 5
+    q, k, v = qkv.split((8, kv_heads, kv_heads), dim=1)
+    clean, scales = kv_layer.nan_to_num(), None
+    want = expected(q, kv_layer, step, window)
+    if is_fp8:
+        scales = torch.rand(2, kv_heads) + 0.1
+        clean = to_fp8(clean, scales[:, :, None, None])
+        want = expected(q, clean.float() * scales[:, :, None, None], step, window)
+    shape, cache = head_shape(8, kv_heads, 24), LayerCache(clean, window=window, scales_2G=scales)
+    for backend in [TorchBackend(shape), *([CpuBackend(shape)] if cpu_build.load() is not None else [])]:
+        backend.begin(step)
+        got = backend.attend(q, k, v, cache, step)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_other_dtypes_take_the_pytorch_path():
