@@ -24,7 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.errors import RequestError
 from shoal.text import conversation, tool_prompt
-from shoal.text.template_traits import WORD, TemplateTraits
+from shoal.text.template_traits import USER, WORD, TemplateTraits
+from shoal.text.thinking import ThinkingVariables
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # This text marks where a continued message ends. Its last character, a space, shows whether the template
@@ -66,11 +67,14 @@ class ChatTemplate:
             ) from None
         self._source = source
         self._reads_parts = _loops_over_content(tree)
-        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+        names = jinja2.meta.find_undeclared_variables(tree)
+        self.reads_tools = "tools" in names
         self._reads_calls = _names(tree, "tool_calls")
         self._knows_developer = _names(tree, "developer")
         self._special_tokens = dict(special_tokens or {})
         self._traits = TemplateTraits(self._probe)
+        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.thinking = ThinkingVariables(names, constants, functools.partial(self._tried, [USER]))
 
     def render(
         self,
@@ -156,10 +160,10 @@ class ChatTemplate:
     def _probe(self, messages: list[dict[str, Any]]) -> str | None:
         return self._tried(conversation.with_parts(messages) if self._wants_parts else messages)
 
-    def _tried(self, messages: list[dict[str, Any]]) -> str | None:
+    def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] = {}) -> str | None:
         given = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
-            return self._template.render({**self._special_tokens, **given})
+            return self._template.render({**self._special_tokens, **given, **variables})
         except (jinja2.TemplateError, *FAILURES):
             return None
 

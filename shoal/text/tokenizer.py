@@ -28,6 +28,7 @@ from shoal.text import gguf_tokenizer
 
 if TYPE_CHECKING:
     from shoal.text.chat_template import ChatTemplate
+    from shoal.text.thinking import Thinking
 
 logger = logging.getLogger(__name__)
 
@@ -339,6 +340,18 @@ class Tokenizer:
             **variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def thinking_variables(
+        self,
+        thinking: Thinking,
+        given: Mapping[str, Any],
+        *,
+        has_tools: bool = False,
+        chat_template: str | None = None,
+    ) -> dict[str, Any]:
+        """Returns the template's variables for what a request says about thinking, except the variables
+        that it gives itself."""
+        return self._template(chat_template, has_tools).thinking.of(thinking, given)
 
     def has_place_for_tools(self, chat_template: str | None = None) -> bool:
         """True if the template writes tools itself. Otherwise the system message describes them."""

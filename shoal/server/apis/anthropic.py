@@ -22,6 +22,7 @@ from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.chat_template import without_billing_line, without_billing_lines
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.thinking import Thinking
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send
 ROLES = ("user", "assistant", "system", "developer")
@@ -60,7 +61,7 @@ class AnthropicToolChoice(Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, kw_only=True):
+class ThinkingOption(Struct, kw_only=True):
     type: str  # "disabled", or one of THINKING
     budget_tokens: int | None = None  # not enforced: max_tokens is
 
@@ -72,6 +73,7 @@ class OutputFormat(Struct, kw_only=True):
 
 class OutputConfig(Struct, kw_only=True):
     format: OutputFormat | None = None
+    effort: str | None = None  # holds if `thinking` is not disabled
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -80,7 +82,7 @@ class CountTokensRequest(Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None  # left out: no thinking, as Anthropic's API has it
+    thinking: ThinkingOption | None = None  # left out: no thinking, as Anthropic's API has it
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older name
     thread: dict[str, Any] | None = None  # refused: see _refuse_thread
@@ -395,14 +397,14 @@ async def _prompt(
         exchange.warn("thinking.type", f"thinking.type {mode!r:.60} is taken for 'adaptive'")
     if thinks and model.loaded.reasoning_parser == "none":
         exchange.warn("thinking", f"the model {model.name} does not think aloud: `thinking` is ignored")
-    variables = {} if model.loaded.reasoning_parser == "none" else {"enable_thinking": thinks}
+    effort = request.output_config.effort if request.output_config is not None and thinks else None
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
         messages,
         tools=plan.tools,
         continue_final_message=begun,
-        variables=variables,
+        thinking=Thinking(is_on=thinks, effort=effort),
         needs_tools=not plan.is_enforced,
     )
 

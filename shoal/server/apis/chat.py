@@ -36,7 +36,7 @@ from shoal.server.apis.tools import (
     ToolPlan,
     functions_among,
     plan_tools,
-    template_variables,
+    thinking_of,
     whole,
 )
 from shoal.server.errors import ApiError
@@ -239,9 +239,6 @@ async def _prompt(
     plan: ToolPlan,
     params: SamplingParams,
 ) -> Prompt:
-    variables = template_variables(
-        request.chat_template_kwargs, request.reasoning_effort, params, model.loaded.reasoning_parser
-    )
     prompt = await model.chat_prompt(
         [readable_message(exchange, message) for message in request.messages],
         tools=plan.tools,
@@ -250,7 +247,8 @@ async def _prompt(
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
         documents=request.documents,
-        variables=variables,
+        variables=request.chat_template_kwargs,
+        thinking=thinking_of(request.reasoning_effort, params),
         must_fit=request.truncate_prompt_tokens is None,
         needs_tools=not plan.is_enforced,
     )

@@ -27,7 +27,7 @@ from shoal.server.apis.tools import (
     check_finish,
     functions_among,
     plan_tools,
-    template_variables,
+    thinking_of,
 )
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Dialect, Exchange
@@ -36,6 +36,7 @@ from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.thinking import Thinking
 
 # The release of Ollama whose API this is: clients compare it with the one that brought what they need.
 API_VERSION = "0.12.6"
@@ -59,7 +60,7 @@ NAMES = {
     },
 }
 NOW = (0, "0", "0s")  # values of keep_alive with which Ollama unloads a model at once
-EFFORTS = ("low", "medium", "high")
+EFFORTS = ("low", "medium", "high", "max")
 NANOSECONDS = 1_000_000_000
 NEVER = "2100-01-01T00:00:00Z"  # models stay
 
@@ -100,7 +101,7 @@ class OllamaRequest(Struct, kw_only=True):
     stream: bool | None = None  # true unless it is said
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     options: OllamaOptions | None = None
-    think: bool | str | None = None  # or "low", "medium", "high"
+    think: bool | str | None = None  # or one of EFFORTS
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     keep_alive: float | str | None = None  # taken: models stay
@@ -317,7 +318,7 @@ async def _chat_prompt(
     plan: ToolPlan,
     params: SamplingParams,
 ) -> Prompt:
-    think, effort = request.think, None
+    think, thinking = request.think, thinking_of(None, params)
     if think and model.loaded.reasoning_parser == "none":
         raise ApiError(
             400,
@@ -331,14 +332,13 @@ async def _chat_prompt(
                 f"think must be true, false or one of {', '.join(EFFORTS)}, got {think!r:.40}; choose one",
                 param="think",
             )
-        effort = think
-    elif think is False:
-        effort = "none"
-    variables = template_variables(None, effort, params, model.loaded.reasoning_parser)
+        thinking = thinking_of(think, params)
+    elif think is not None and params.structured_outputs is None:
+        thinking = Thinking(is_on=think)
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
-        messages, tools=plan.tools, continue_final_message=begun, variables=variables
+        messages, tools=plan.tools, continue_final_message=begun, thinking=thinking
     )
 
 

@@ -22,7 +22,7 @@ from shoal.server.apis.tools import (
     ToolPlan,
     check_finish,
     plan_tools,
-    template_variables,
+    thinking_of,
     warn_left_out,
 )
 from shoal.server.errors import ApiError
@@ -269,10 +269,9 @@ async def _prepared(
     plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = template_variables(None, effort, params, model.loaded.reasoning_parser)
     messages = _messages(exchange, request)
     prompt = await model.chat_prompt(
-        messages, tools=plan.tools, variables=variables, needs_tools=not plan.is_enforced
+        messages, tools=plan.tools, thinking=thinking_of(effort, params), needs_tools=not plan.is_enforced
     )
     return plan, params, prompt
 

@@ -35,6 +35,7 @@ from shoal.text.formats.reader import Expected, Reader
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
 from shoal.text.formats.thoughts import Start
 from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+from shoal.text.thinking import Thinking
 
 logger = logging.getLogger(__name__)
 
@@ -221,17 +222,14 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
     )
 
 
-def template_variables(
-    given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str
-) -> dict[str, Any]:
-    """Returns the chat template's variables: the request's own, and those for its reasoning effort.
+def thinking_of(effort: str | None, params: SamplingParams, budget: int | None = None) -> Thinking:
+    """Returns what a request with this effort, in OpenAI's words, says about thinking.
 
     A grammar holds from the first token on, so thinking is disabled with it.
     """
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if reasoning_parser != "none" and (effort == "none" or params.structured_outputs is not None):
-        variables["enable_thinking"] = False
-    return {**variables, **(given or {})}
+    if params.structured_outputs is not None:
+        return Thinking(is_on=False, effort=effort)
+    return Thinking.of_effort(effort, budget)
 
 
 def check_finish(reason: str | None) -> str:

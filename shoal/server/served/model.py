@@ -23,6 +23,7 @@ from shoal.server.served.text_threads import TextThreads
 from shoal.stats import SleepState, Stats
 from shoal.telemetry.metrics import ModelMetrics
 from shoal.text.request_builder import RequestBuilder
+from shoal.text.thinking import UNSPECIFIED, Thinking
 from shoal.text.tokenizer import LONG_TEXT, Tokenizer
 
 T = TypeVar("T")
@@ -189,12 +190,14 @@ class ServedModel:
         add_special_tokens: bool | None = None,
         documents: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        thinking: Thinking = UNSPECIFIED,
         must_fit: bool = True,
         needs_tools: bool = True,
     ) -> Prompt:
         """Renders a conversation with the model's chat template. Raises RequestError with the template's own
         message if it refuses.
 
+        variables: the request's own, which win over `thinking`, and both over the defaults of the server.
         must_fit: as in `encode`. needs_tools: False where a grammar enforces the call. The description of
         tools is then left out, with a warning, if the template has no place and the context no room for it.
         """
@@ -212,18 +215,19 @@ class ServedModel:
             )
         if len(messages) > self.max_model_len:
             raise context_overflow(self.max_model_len, len(messages))
-        variables = self.template_defaults | (variables or {})
-        if taken := TEMPLATE_NAMES & variables.keys():
+        given = {**(variables or {}), **({} if documents is None else {"documents": documents})}
+        if taken := TEMPLATE_NAMES & (given.keys() | self.template_defaults.keys()):
             raise ApiError(
                 400,
                 f"chat_template_kwargs must not have {sorted(taken)}; use the request's own fields",
                 param="chat_template_kwargs",
             )
-        if documents is not None:
-            variables["documents"] = documents
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(tools: list[dict[str, Any]] | None) -> str:
+            variables = tokenizer.thinking_variables(
+                thinking, given, has_tools=bool(tools), chat_template=chat_template
+            )
             return tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
@@ -232,7 +236,7 @@ class ServedModel:
                 continue_final_message=bool(continue_final_message),
                 tokenize=False,
                 tool_call_parser=self.loaded.tool_call_parser,
-                **variables,
+                **{**self.template_defaults, **variables, **given},
             )
 
         # A template is a program and may not end, so it always runs beside the loop, for a limited time.
