@@ -165,6 +165,12 @@ def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def logits(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[V]: logits of the token after these."""
+    return _oracle(folder)(torch.tensor([ids])).logits[0, -1].float()
+
+
+@torch.no_grad()
 def embedding(folder: Path, ids: list[int]) -> torch.Tensor:
     """[D]: the last hidden state after the final norm, of unit length."""
     return torch.nn.functional.normalize(

@@ -25,21 +25,22 @@ class Rows:
     """State rows whose sequences have these tokens, in blocks that lie anywhere. Every other block is full of
     token 1."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         layout = StateLayout(NUM_ROWS, MAX_BLOCKS)
-        self.tables = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32))
+        self.tables = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32, device=device))
         self.free = random.Random(seed).sample(range(3000), 3000)
-        history = torch.ones(3000, BLOCK_SIZE, dtype=torch.int32)
-        self.options = RowOptions(torch.zeros(NUM_ROWS, dtype=torch.int64), self.tables, history)
+        history = torch.ones(3000, BLOCK_SIZE, dtype=torch.int32, device=device)
+        addresses = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
+        self.options, self.device = RowOptions(addresses, self.tables, history), device
 
     def add(self, row: int, tokens: list[int], **changes) -> None:
         blocks = torch.tensor([self.free.pop() for _ in range(-(-(len(tokens) + 1) // BLOCK_SIZE))])
         self.tables[row, : len(blocks)] = blocks.int()
         padded = torch.zeros(len(blocks) * BLOCK_SIZE, dtype=torch.int32)
         padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self.options.write_tokens(blocks, padded)
+        self.options.write_tokens(blocks.to(self.device), padded.to(self.device))
         record = pack_record(**NEUTRAL | {"last": tokens[-1] if tokens else 0} | changes)
-        self.options.start(row, torch.from_numpy(record))
+        self.options.start(row, torch.from_numpy(record).to(self.device))
 
 
 def ints(*values: int) -> torch.Tensor:
