@@ -122,9 +122,7 @@ class Sequence:
         self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)
         self.stop_ids = request.stop_ids
-        self.lockstep = params.structured_outputs is not None or any(
-            len(word) > 1 for word in request.bad_word_ids
-        )
+        self.lockstep = params.structured_outputs is not None
         self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
 
     @property

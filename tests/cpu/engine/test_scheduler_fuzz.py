@@ -259,7 +259,6 @@ class Trace:
             prompt_logprobs=0 if r.random() < 0.1 else None,
             structured_outputs=structured,
         )
-        lockstep = ((3, 4),) if r.random() < 0.1 else ()
         return Request(
             f"r{len(self.requests)}",
             prompt,
@@ -269,7 +268,6 @@ class Trace:
             eos_token_ids=EOS,
             cache_salt=salt,
             adapter=adapter,
-            bad_word_ids=lockstep,
             embed=embed,
         )
 

@@ -11,7 +11,7 @@ from shoal.config import EngineConfig
 from shoal.engine.scheduling.policy import POLICIES, near_size, prompt_budget, prompt_cap, tokens_within
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import ConfigError
-from shoal.sampling_params import SamplingParams
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.cpu.engine.test_scheduler import make, request, step, summary
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -123,7 +123,7 @@ def test_the_target_holds_only_beside_decodes():
 def test_a_decode_that_must_wait_for_its_token_is_not_delayed_by_a_long_step():
     s = make(num_blocks=500, max_num_batched_tokens=400, max_model_len=800, target_itl_s=0.03)
     s.costs = COSTS
-    s.add(request("lockstep", 5, bad_word_ids=((3, 4),)))
+    s.add(request("lockstep", 5, structured_outputs=StructuredOutputsParams(regex="a*")))
     s.schedule()
     s.add(request("b", 300))
     assert summary(s.schedule()) == [("b", 0, 16)]
