@@ -139,7 +139,7 @@ class TritonBackend:
         self.unpacked: UnpackedBlocks | None = None  # for Hopper's prefills from an fp8 cache
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
-        # How many queries of a decode share a tile, by the number of its queries.
+        # Number of queries that share a tile, by the number of queries of a decode.
         self.tile_queries = [
             0,
             *(queries_per_tile(self.group, n, head_dim, dtype) for n in range(1, queries + 1)),

@@ -52,9 +52,9 @@ def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
 
 
 def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype) -> int:
-    """How many of the `queries` of a decode share a tile with their `group` heads. Each tile reads all keys,
-    and 16 rows cost as much as fewer do. More rows take more registers, which tiles without tensor cores or
-    with large heads lack."""
+    """Returns the number of a decode's queries that share a tile, a row for each of their `group` heads. Each
+    tile reads all keys. More rows take more registers, which tiles without tensor cores or with large heads
+    lack."""
     most_rows = 64 if dtype != torch.float32 and head_dim <= 128 else 16
     return min(queries, max(1, most_rows // group))
 
