@@ -29,6 +29,7 @@ from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_exports import WeightExports, accepted
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.pause_state import PauseState
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.peers.prefetches import Prefetches
 from shoal.engine.ranks.ranks import Ranks
@@ -36,7 +37,7 @@ from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.step_loop import PauseState, StepLoop
+from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import PartBuilder, Parts
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError, UserError
 from shoal.hashing import root_key

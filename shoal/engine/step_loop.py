@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.api import WEIGHTS, Output
+from shoal.api import Output
 from shoal.config import ResolvedConfig
+from shoal.engine.pause_state import PauseState
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner.batch import BatchBuilder
@@ -21,32 +22,7 @@ from shoal.engine.runner.step_buffers import RING
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.step_outputs import InFlight, outputs_of
 from shoal.engine.step_part import Parts
-from shoal.errors import EngineDeadError, UnavailableError
-from shoal.stats import SleepState
-
-
-class PauseState:
-    """Why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and Weights write it;
-    the core, its step loop and parts read it."""
-
-    def __init__(self) -> None:
-        self.sleep = SleepState()  # written by Sleeper
-        self.weights_lost: str | None = None  # written by Weights: why the weights cannot be used
-
-    @property
-    def reason(self) -> str | None:
-        """The error text for requests that cannot run now. None: the engine runs."""
-        if not self.sleep.is_sleeping:
-            return self.weights_lost
-        what = f": {' and '.join(sorted(self.sleep.asleep))}" if self.sleep.asleep else ""
-        return f"the engine sleeps (level {self.sleep.level}{what}); wake it up first"
-
-    def check_awake(self) -> None:
-        """Raises UnavailableError while the weights are asleep."""
-        if WEIGHTS in self.sleep.asleep:
-            raise UnavailableError(
-                "the weights are asleep; wake them up first (wake_up with the tag weights)"
-            )
+from shoal.errors import EngineDeadError
 
 
 class StepLoop:

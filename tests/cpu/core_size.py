@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[2] / "shoal"
 
 # what a stop of the token is about -> its files
 STOPS: dict[str, tuple[str, ...]] = {
-    "core and step loop": ("engine/core.py", "engine/step_loop.py"),
+    "core and step loop": (
+        "engine/core.py",
+        "engine/pause_state.py",
+        "engine/step_loop.py",
+        "engine/step_outputs.py",
+        "engine/step_part.py",
+    ),
     "scheduling": (
         "engine/scheduling/policy.py",
         "engine/scheduling/scheduler.py",

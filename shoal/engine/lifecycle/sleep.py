@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from shoal.api import KV_CACHE, MEMORY_TAGS, WEIGHTS, check_sleep, check_tags
 from shoal.config import ResolvedConfig
 from shoal.engine.lifecycle.weight_updates import Weights
+from shoal.engine.pause_state import PauseState
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.step_loop import PauseState, StepLoop
+from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
 from shoal.errors import ConfigError, UnavailableError
 from shoal.stats import MemoryReport

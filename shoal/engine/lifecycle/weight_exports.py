@@ -19,10 +19,10 @@ import torch
 from shoal import __version__
 from shoal.api import WEIGHTS
 from shoal.config import ResolvedConfig
+from shoal.engine.pause_state import PauseState
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_export import WeightsExport, decode, encode
-from shoal.engine.step_loop import PauseState
 from shoal.engine.step_part import StepPart
 from shoal.errors import CheckpointError, UnavailableError
 from shoal.stats import Stats

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.pause_state import PauseState
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.kv_cache import cache_scales
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.step_loop import PauseState, StepLoop
+from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
