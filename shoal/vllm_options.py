@@ -45,6 +45,24 @@ class VllmOption:
         return value is None or value == [] or self.accepted is None or value in self.accepted
 
 
+# vLLM's names of parsers that read <think> and </think>.
+THINK_PARSERS = (
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v4",
+    "glm45",
+    "glm47",
+    "holo2",
+    "hunyuan_a13b",
+    "kimi_k2",
+    "minimax_m2",
+    "nemotron_v3",
+    "olmo3",
+    "poolside_v1",
+    "step3p5",
+)
+
+
 def _same(name: str, short: str = "", **more: Any) -> VllmOption:
     return VllmOption(name=name, short=short, **{"own": name, **more})
 
@@ -117,7 +135,17 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("exclude_tools_when_tool_choice_none", "with tool_choice none, a prompt has no tools", "flag"),
     _same(
         "tool_call_parser",
-        words={"": None, "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "granite4": "hermes"},
+        words={
+            "": None,
+            "glm47": "glm45",
+            "granite4": "hermes",
+            "llama4_json": "llama3_json",
+            "mimo": "qwen3_coder",
+            "poolside_v1": "glm45",
+            "pythonic": "llama4_pythonic",
+            "qwen3_xml": "qwen3_coder",
+            "step3p5": "qwen3_coder",
+        },
     ),
     *_refused("tool_parser_plugin", ("",), "", NO_PLUGINS),
     *_refused("tool_server", NO_VALUES, "", "leave it out: clients run their tools themselves"),
@@ -289,7 +317,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     ),
     *_idle("mamba_backend mamba_cache_philox_rounds", NO_MAMBA),
     *_idle("enable_mamba_cache_stochastic_rounding", NO_MAMBA, "flag"),
-    _same("reasoning_parser", words={"": None, "deepseek_r1": "qwen3"}),
+    _same("reasoning_parser", words={"": None, **dict.fromkeys(THINK_PARSERS, "qwen3")}),
     *_refused("reasoning_parser_plugin", ("",), "", NO_PLUGINS),
     *_idle(
         "distributed_executor_backend",

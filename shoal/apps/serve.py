@@ -273,7 +273,9 @@ def card_of(
         max_logprobs=engine.max_logprobs,
         closes_objects=engine.closes_objects,
         template_defaults=config.default_chat_template_kwargs or {},
-        tool_call_parser=choose_tool_call_parser(config.tool_call_parser, tool_template),
+        tool_call_parser=choose_tool_call_parser(
+            config.tool_call_parser, tool_template, tokenizer.added_tokens if tokenizer is not None else ()
+        ),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
         cache_config=_cache_config(engine, info),
         summary=summarize(planned.files),

@@ -276,6 +276,10 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     @property
+    def added_tokens(self) -> list[str]:
+        return [token.content for token in self._backend.get_added_tokens_decoder().values()]
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens without added ones; len() counts all."""
         return self._backend.get_vocab_size(with_added_tokens=False)

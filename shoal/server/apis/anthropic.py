@@ -21,7 +21,7 @@ from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.chat_template import without_billing_line, without_billing_lines
 from shoal.text.conversation import with_whole_escapes
-from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.thinking import Thinking
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send

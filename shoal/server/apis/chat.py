@@ -44,7 +44,7 @@ from shoal.server.http.exchange import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
-from shoal.text.formats.parts import Part, TextDelta
+from shoal.text.reading.parts import Part, TextDelta
 
 # Fields of OpenAI's messages and functions, and the further fields that chat templates read.
 MESSAGE_FIELDS = frozenset(

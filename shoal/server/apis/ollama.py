@@ -35,7 +35,7 @@ from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
 from shoal.text.conversation import with_whole_escapes
-from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.thinking import Thinking
 
 # The release of Ollama whose API this is: clients compare it with the one that brought what they need.

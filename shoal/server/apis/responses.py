@@ -29,7 +29,7 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
-from shoal.text.formats.parts import CallDelta, Part
+from shoal.text.reading.parts import CallDelta, Part
 
 # Calls of tools that clients run for OpenAI's models: the tool's name, and the field with its arguments.
 CLIENT_CALLS = {

@@ -30,11 +30,11 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.text.formats.chat_format import ChatFormat
 from shoal.text.formats.enforced import ListedCalls, NamedCall
-from shoal.text.formats.parts import CallDelta, Part
-from shoal.text.formats.reader import Expected, Reader
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
-from shoal.text.formats.thoughts import Start
 from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+from shoal.text.reading.parts import CallDelta, Part
+from shoal.text.reading.reader import Expected, Reader
+from shoal.text.reading.thoughts import Start
 from shoal.text.thinking import Thinking
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,13 @@ NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CHOICES = ("auto", "none", "required")
 
 
-def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
+def choose_tool_call_parser(setting: str, chat_template: str | None, added_tokens: Sequence[str] = ()) -> str:
     """Resolves ServerConfig.tool_call_parser for a model: a name of the registry, or "none". "auto" is
-    decided by the text of the chat template; the log says so if its form of calls is not read."""
+    decided by the text of the chat template, then by the tokenizer's added tokens; the log says so if no form
+    of calls is known."""
     if setting != "auto":
         return setting
-    name, problem = choose(chat_template or "")
+    name, problem = choose(chat_template or "", added_tokens)
     if problem is not None:
         logger.warning(
             "%s: with tool_choice auto they stay text; use tool_choice required or a function, or choose "

@@ -6,11 +6,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from shoal.text.formats.marks import SPACE, marks_of
-from shoal.text.formats.reader import Reader, Steps
-from shoal.text.formats.thoughts import Start, Thoughts
+from shoal.text.reading.marks import SPACE, marks_of
+from shoal.text.reading.reader import Reader, Steps
+from shoal.text.reading.thoughts import Start, Thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,13 @@ class ChatFormat:
     the grammar of a call in the family's syntax, which `calls` reads too; None for a syntax other than JSON.
     """
 
-    name: ClassVar[str]  # vLLM's name of its parser of calls
-    signs: ClassVar[tuple[tuple[str, ...], ...]] = ()  # see is_of
-    openings: ClassVar[tuple[str, ...]] = ()  # marks that begin calls
-    closing: ClassVar[str] = ""  # the optional mark after calls; it is text where no call precedes it
-    json_call: ClassVar[JsonCall | None] = None
+    name: str  # vLLM's name of its parser of calls
+    signs: tuple[tuple[str, ...], ...] = ()  # see is_of
+    openings: tuple[str, ...] = ()  # marks that begin calls
+    closing: str = ""  # the optional mark after calls; it is text where no call precedes it
+    silent: tuple[str, ...] = ()  # marks around words that are not part of them
+    thoughts: Thoughts | None = None  # None: the chat template has the marks around reasoning
+    json_call: JsonCall | None = None
 
     def is_of(self, template: str) -> bool:
         """Returns True for a chat template with all texts of one of `signs`."""
@@ -63,7 +64,7 @@ class ChatFormat:
         if expected.takes_calls:
             yield from self.bare_calls(reader)
         while True:
-            marks = [*openings]
+            marks = [*openings, *self.silent]
             if reader.is_closing and self.closing:
                 marks.append(self.closing)
             if thoughts is not None:
@@ -78,6 +79,8 @@ class ChatFormat:
             elif thoughts is not None and mark == thoughts.open:
                 yield from self._think(reader, thoughts, openings)
                 closes = True
+            elif mark in self.silent:
+                yield from reader.skip(SPACE)
             elif mark == self.closing:
                 reader.is_closing = False
                 yield from reader.skip(SPACE)
@@ -105,8 +108,8 @@ class ChatFormat:
         whether the reasoning is closed later: models quote calls in it, and also forget to close it."""
         gap, mark = yield from reader.prose(marks_of(thoughts.close, *openings), reasoning=True)
         if mark and mark != thoughts.close:
-            held, is_closed = yield from reader.text_until(thoughts.close)
-            if is_closed:
+            held, close = yield from reader.text_until(thoughts.close)
+            if close:
                 reader.say((gap + mark + held).rstrip(SPACE), reasoning=True)
             else:
                 yield from self._call_at_the_end(reader, gap + mark + held, openings)

@@ -4,8 +4,8 @@ a named function."""
 from __future__ import annotations
 
 from shoal.text.formats.chat_format import ChatFormat
-from shoal.text.formats.json_calls import read_list
-from shoal.text.formats.reader import Reader, Steps
+from shoal.text.reading.json_calls import read_list
+from shoal.text.reading.reader import Reader, Steps
 
 
 class _Enforced(ChatFormat):

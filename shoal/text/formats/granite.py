@@ -5,8 +5,8 @@ and <|/tool_call|> at the end."""
 from __future__ import annotations
 
 from shoal.text.formats.chat_format import ChatFormat, JsonCall
-from shoal.text.formats.json_calls import read_list
-from shoal.text.formats.reader import Reader, Steps
+from shoal.text.reading.json_calls import read_list
+from shoal.text.reading.reader import Reader, Steps
 
 
 class Granite(ChatFormat):

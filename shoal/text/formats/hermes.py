@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shoal.text.formats.chat_format import ChatFormat, JsonCall
-from shoal.text.formats.json_calls import read_call, skip_rest
-from shoal.text.formats.reader import Reader, Steps
+from shoal.text.reading.json_calls import read_call, skip_rest
+from shoal.text.reading.reader import Reader, Steps
 
 
 class Hermes(ChatFormat):
     name = "hermes"
-    signs: ClassVar[tuple[tuple[str, ...], ...]] = (("<tool_call>",),)
-    openings: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    signs: tuple[tuple[str, ...], ...] = (("<tool_call>",),)
+    openings: tuple[str, ...] = ("<tool_call>",)
     closing = "</tool_call>"
     json_call = JsonCall("<tool_call>\n", "\n</tool_call>")
 

@@ -4,9 +4,9 @@ call must name one of the tools, as it has no other difference from an answer in
 from __future__ import annotations
 
 from shoal.text.formats.chat_format import ChatFormat, JsonCall
-from shoal.text.formats.json_calls import read_call
-from shoal.text.formats.marks import SPACE
-from shoal.text.formats.reader import Reader, Steps
+from shoal.text.reading.json_calls import read_call
+from shoal.text.reading.marks import SPACE
+from shoal.text.reading.reader import Reader, Steps
 
 
 class Llama3Json(ChatFormat):

@@ -5,13 +5,15 @@ Their templates want ids of nine letters and digits."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 
 from shoal.text.formats.chat_format import ChatFormat, JsonCall
-from shoal.text.formats.json_calls import read_call, read_list, read_object
-from shoal.text.formats.reader import Malformed, Reader, Steps
+from shoal.text.reading.json_calls import read_call, read_list, read_object
+from shoal.text.reading.reader import Malformed, Reader, Steps
 
+WORD = re.compile(r"[^\[{ \t\r\n]*")
 SIGNS = string.ascii_letters + string.digits
 
 
@@ -28,11 +30,11 @@ class Mistral(ChatFormat):
         elif first == "{":
             yield from read_call(reader)
         else:
-            name = yield from reader.word("[{")
+            name = yield from reader.matching(WORD)
             if not reader.accepts(name):
                 raise Malformed
             if (yield from reader.one_of("[CALL_ID]")):
-                yield from reader.word("[{")
+                yield from reader.matching(WORD)
             yield from reader.one_of("[ARGS]")
             yield from read_object(reader, name)
 

@@ -10,8 +10,8 @@ from collections.abc import Generator
 
 from shoal.text.formats.chat_format import JsonCall
 from shoal.text.formats.hermes import Hermes
-from shoal.text.formats.reader import Malformed, Reader, Steps
-from shoal.text.formats.tagged_values import read_argument
+from shoal.text.reading.reader import Malformed, Reader, Steps
+from shoal.text.reading.tagged_values import read_argument
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"

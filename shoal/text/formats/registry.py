@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from shoal.text.formats.chat_format import ChatFormat, PlainFormat
+from shoal.text.formats.deepseek import DeepSeekV3, DeepSeekV31
+from shoal.text.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
+from shoal.text.formats.gemma4 import FunctionGemma, Gemma4
+from shoal.text.formats.glm45 import Glm45
 from shoal.text.formats.granite import Granite
+from shoal.text.formats.harmony import Harmony
 from shoal.text.formats.hermes import Hermes
+from shoal.text.formats.hunyuan import HunyuanA13B, HyV3
+from shoal.text.formats.kimi_k2 import KimiK2
+from shoal.text.formats.lfm2 import Lfm2
 from shoal.text.formats.llama3_json import Llama3Json
+from shoal.text.formats.minimax_m2 import MiniMaxM2
 from shoal.text.formats.mistral import Mistral
+from shoal.text.formats.muse import Muse
+from shoal.text.formats.nemotron_nano import NemotronNano
+from shoal.text.formats.phi4_mini import Phi4Mini
+from shoal.text.formats.pythonic import Llama4Pythonic
 from shoal.text.formats.qwen3_coder import Qwen3Coder
-from shoal.text.formats.thoughts import THOUGHTS, Thoughts
+from shoal.text.reading.thoughts import THOUGHTS, Thoughts
 
 # In this order, as some signs contain others: the first format in a template is the model's.
-FORMATS: tuple[ChatFormat, ...] = (Qwen3Coder(), Mistral(), Granite(), Hermes(), Llama3Json())
+FORMATS: tuple[ChatFormat, ...] = (
+    Harmony(),
+    Muse(),
+    Gemma4(),
+    FunctionGemma(),
+    DeepSeekV32(),
+    DeepSeekV4(),
+    DeepSeekV3(),
+    DeepSeekV31(),
+    KimiK2(),
+    MiniMaxM2(),
+    HyV3(),
+    Glm45(),
+    Qwen3Coder(),
+    Mistral(),
+    Lfm2(),
+    Phi4Mini(),
+    Llama4Pythonic(),
+    Granite(),
+    NemotronNano(),
+    HunyuanA13B(),
+    Hermes(),
+    Llama3Json(),
+)
 PLAIN = PlainFormat()
 BY_NAME: dict[str, ChatFormat] = {form.name: form for form in FORMATS}
 THOUGHTS_BY_NAME: dict[str, Thoughts] = {thoughts.name: thoughts for thoughts in THOUGHTS}
 DEFAULT = "hermes"
 TOOLS = re.compile(r"\btools\b")
-
-# Families without a parser, by marks of their templates. A template may also have marks of FORMATS.
-UNREAD: dict[str, tuple[str, ...]] = {
-    "Harmony (gpt-oss)": ("<|start|>", "<|channel|>"),
-    "Gemma 4": ("<|tool_call>",),
-    "FunctionGemma": ("<start_function_call>",),
-    "DeepSeek V3.2": ("｜DSML｜",),
-    "DeepSeek": ("<｜tool▁calls▁begin｜>",),
-    "Kimi K2": ("<|tool_calls_section_begin|>",),
-    "MiniMax": ("<minimax:tool_call>",),
-    "GLM": ("<arg_key>",),
-    "LFM2": ("<|tool_call_start|>",),
-    "LFM2, older": ("<|tool_list_start|>",),
-    "functools": ("functools",),
-    "Python calls (Llama 4)": ("func_name1(",),
-    "Nemotron Nano 2": ("<TOOLCALL>",),
-}
 
 
 def form_of(name: str) -> ChatFormat:
@@ -43,16 +63,15 @@ def form_of(name: str) -> ChatFormat:
     return BY_NAME.get(name, PLAIN)
 
 
-def choose(template: str) -> tuple[str, str | None]:
+def choose(template: str, added_tokens: Sequence[str] = ()) -> tuple[str, str | None]:
     """Returns the name of the format for a chat template, and a warning if the template has a format of calls
-    that is not read."""
-    for family, marks in UNREAD.items():
-        if all(mark in template for mark in marks):
-            return DEFAULT, f"the chat template has tool calls in the form of {family}, which no parser reads"
-    for form in FORMATS:
-        if form.is_of(template):
-            return form.name, None
-    if TOOLS.search(template):
+    that is not known. Where it has tools and no sign of a format, the tokenizer's added tokens decide."""
+    has_tools = TOOLS.search(template)
+    for text in (template, " ".join(added_tokens)) if has_tools else (template,):
+        for form in FORMATS:
+            if form.is_of(text):
+                return form.name, None
+    if has_tools:
         return (
             DEFAULT,
             f"the chat template shows tools and names no form of calls that is known ({DEFAULT} is read)",
@@ -62,6 +81,9 @@ def choose(template: str) -> tuple[str, str | None]:
 
 def choose_thoughts(template: str) -> str:
     """Returns the name of the reasoning format for a chat template, or "none"."""
+    own = BY_NAME[choose(template)[0]].thoughts
+    if own is not None:
+        return own.name
     for thoughts in THOUGHTS:
         if any(sign in template for sign in thoughts.signs):
             return thoughts.name

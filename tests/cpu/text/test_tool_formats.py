@@ -6,9 +6,9 @@ import pytest
 
 from shoal.sampling_params import SamplingParams
 from shoal.server.apis.tools import AnswerFormat, choose_tool_call_parser, plan_tools, whole
-from shoal.text.formats.parts import CallDelta
-from shoal.text.formats.reader import Expected, Reader
-from shoal.text.formats.registry import BY_NAME, UNREAD, choose
+from shoal.text.formats.registry import BY_NAME, FORMATS, choose
+from shoal.text.reading.parts import CallDelta
+from shoal.text.reading.reader import Expected, Reader
 from tests.cpu.text.test_tool_parsers import cut, parse
 
 PROPERTIES = {
@@ -233,10 +233,11 @@ def test_the_template_says_how_a_model_writes_its_calls(marks, expected, caplog)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", UNREAD)
-def test_a_form_that_no_parser_reads_is_named_in_the_log(family, caplog):
-    choose_tool_call_parser("auto", f"{LOOP}<tool_call>{''.join(UNREAD[family])}")
-    assert [family in record.message for record in caplog.records] == [True]
+def test_added_tokens_decide_where_the_template_has_tools_and_no_sign():
+    tokens = ["<|im_end|>", "<|tool_call_start|>"]
+    assert choose(LOOP, tokens) == ("lfm2", None)
+    assert choose(LOOP + "[TOOL_CALLS]", tokens) == ("mistral", None)
+    assert choose("{{ messages }}", tokens) == ("hermes", None)
 
 
 def test_a_template_with_tools_and_no_known_form_says_so(caplog):
@@ -248,7 +249,7 @@ def test_a_template_with_tools_and_no_known_form_says_so(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", [form.name for form in FORMATS if form.json_call is not None])
 def test_a_call_that_a_grammar_lets_be_written_beside_a_format_is_read(name):
     form = BY_NAME[name]
     written = form.json_call

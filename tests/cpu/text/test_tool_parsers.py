@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from jiter import from_json
 
 from shoal.text.formats.enforced import ListedCalls, NamedCall
-from shoal.text.formats.parts import CallDelta
-from shoal.text.formats.reader import Expected, Reader
 from shoal.text.formats.registry import BY_NAME, PLAIN
-from shoal.text.formats.thoughts import THINK, Start
+from shoal.text.reading.parts import CallDelta
+from shoal.text.reading.reader import Expected, Reader
+from shoal.text.reading.thoughts import THINK, Start
 
 LLAMAS = Expected({"f": {}, "get_weather": {}})
 

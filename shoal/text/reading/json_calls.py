@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Generator
 
-from shoal.text.formats.marks import SPACE
-from shoal.text.formats.reader import Ended, Malformed, Reader, Steps
+from shoal.text.reading.marks import SPACE
+from shoal.text.reading.reader import Ended, Malformed, Reader, Steps
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # unescaped characters of a string
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -54,14 +54,9 @@ def _escape(reader: Reader, parts: list[str]) -> Steps:
 
 def read_word(reader: Reader) -> Steps:
     """Reads a number, true, false or null."""
-    while True:
-        rest = yield from reader.available()
-        word = WORD.match(rest)[0]  # type: ignore[index]
-        if len(word) < len(rest) or reader.is_ended:
-            break
-        yield
+    word = yield from reader.match(WORD)
     if word not in ("true", "false", "null") and not NUMBER.fullmatch(word):
-        raise Malformed if len(word) < len(rest) else Ended
+        raise Malformed if len((yield from reader.ahead(len(word) + 1))) > len(word) else Ended
     reader.take(word)
 
 
@@ -88,8 +83,12 @@ def read_value(reader: Reader, depth: int = 0) -> Steps:
                 return
 
 
-def read_object(reader: Reader, name: str, call_id: str = "") -> Steps:
-    """Reads the arguments of a call whose name is known."""
+def read_object(reader: Reader, name: str, call_id: str = "", end: str = "") -> Steps:
+    """Reads the arguments of a call whose name is known. Without a text before `end` there are none."""
+    if end and (yield from reader.is_over(end)):
+        reader.begin(name, call_id)
+        reader.end_arguments()
+        return
     if (yield from reader.next()) != "{":
         raise Malformed
     reader.begin(name, call_id)

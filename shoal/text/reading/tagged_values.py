@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import json
 
-from shoal.text.formats.marks import marks_of
-from shoal.text.formats.reader import Reader, Steps
-from shoal.text.formats.typed_values import is_text, json_of, kinds_of
+from shoal.text.reading.marks import marks_of
+from shoal.text.reading.reader import Reader, Steps
+from shoal.text.reading.typed_values import NAMES, is_text, json_of, kinds_of
 
 MAX_START = 32  # characters of a value that are enough to recognize a string
 TEXT = frozenset({"string"})
+NOT_TEXT = NAMES - TEXT
+
+
+def read_text(reader: Reader, end: str) -> Steps:
+    """Reads the text up to `end` as a JSON string, while it is written."""
+    marks = marks_of(end)
+    reader.add('"')
+    while True:
+        rest = yield from reader.available()
+        found = marks.find(rest)
+        begun = None if found or reader.is_ended else marks.begun(rest, max(0, len(rest) - marks.longest))
+        piece = rest[: found.start()] if found else rest[: begun.start()] if begun else rest
+        reader.take(piece)
+        reader.add(json.dumps(piece, ensure_ascii=False)[1:-1])
+        if found:
+            reader.take(end)
+            reader.add('"')
+            return
+        yield from reader.more()
 
 
 def read_argument(
@@ -23,6 +42,8 @@ def read_argument(
     """
     reader.add_key(json.dumps(key, ensure_ascii=False))
     kinds = TEXT if is_string else kinds_of(reader.expected.schemas.get(tool, {}), key)
+    if is_string is False:
+        kinds = kinds or NOT_TEXT
     if trims_line:
         yield from reader.one_line_break()
     marks = marks_of(end, "\n" + end, "\r\n" + end) if trims_line else marks_of(end)

@@ -6,7 +6,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from shoal.text.formats.marks import SPACE
+from shoal.text.reading.marks import SPACE
 
 # A mark of chat templates that begins or ends a turn, and the head of a turn: a mark, a role, and possibly
 # empty reasoning, which Qwen3's template writes before the last answer.
@@ -61,4 +61,9 @@ class Thoughts:
 
 
 THINK = Thoughts("qwen3", "<think>", "</think>", ("<think>", "</think>"))
-THOUGHTS: tuple[Thoughts, ...] = (THINK,)
+BRACKETS = Thoughts("mistral", "[THINK]", "[/THINK]", ("[THINK]",), anywhere=True)
+CHANNEL = Thoughts("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",), anywhere=True)
+HARMONY = Thoughts("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", ())
+TO_SELF = Thoughts("muse_glimmer", " to=self<|message|>", "<|eom|>", ())
+# In this order, as templates of the first ones may speak of <think>.
+THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK)

@@ -13,9 +13,9 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.text.formats.marks import SPACE, Marks, marks_of
-from shoal.text.formats.parts import CallDelta, Part, TextDelta
-from shoal.text.formats.thoughts import Start, Thoughts
+from shoal.text.reading.marks import SPACE, Marks, marks_of
+from shoal.text.reading.parts import CallDelta, Part, TextDelta
+from shoal.text.reading.thoughts import Start, Thoughts
 
 Steps = Generator[None, None, None]
 Schemas = Mapping[str, dict[str, Any]]  # schema of the arguments by the tool's name
@@ -76,6 +76,7 @@ class Reader:
         self._arguments: list[str] = []  # not emitted yet
         self._num_arguments = 0
         self.copies = False  # text that is taken belongs to the arguments
+        self.separator = ""  # the text that comes before further words
         self._parts: list[Part] = []
         # While no mark has begun: the pattern of text that cannot be passed on at once, and its kind.
         self._stirs: Any = None
@@ -98,6 +99,8 @@ class Reader:
     # Output
 
     def say(self, text: str, reasoning: bool = False) -> None:
+        if self.separator and text:
+            text, self.separator = self.separator + text, ""
         last = self._parts[-1] if self._parts else None
         if text and isinstance(last, TextDelta) and last.reasoning == reasoning:
             last.text += text
@@ -141,13 +144,13 @@ class Reader:
             self._raw.clear()
 
     def _flush(self) -> None:
-        if not self._begun or not self._arguments:
+        if not self._begun or not (arguments := "".join(self._arguments)):
             return
         last = self._parts[-1] if self._parts else None
         if not isinstance(last, CallDelta):
             last = CallDelta(self.index)
             self._parts.append(last)
-        last.arguments += "".join(self._arguments)
+        last.arguments += arguments
         self._arguments.clear()
 
     # Calls
@@ -235,6 +238,15 @@ class Reader:
 
     # Reading. Taken text is kept while it may become content; skipped text is markup.
 
+    def is_over(self, *ends: str) -> Generator[None, None, bool]:
+        """Returns True if one of `ends` comes next after white space, or if the text is at its end and the
+        token limit has not cut it."""
+        length = yield from self.blank()
+        for end in ends:
+            if (yield from self.sees(end, length)):
+                return True
+        return self._at + length == len(self._text) and not self._is_cut
+
     def check_cut(self) -> None:
         """Raises Ended at the end of a text that the token limit has cut."""
         if self._is_cut and self._at == len(self._text):
@@ -320,15 +332,20 @@ class Reader:
                 return mark
         return ""
 
-    def word(self, ends: str) -> Generator[None, None, str]:
-        """Takes and returns the text before white space or one of `ends`."""
-        word = ""
-        while (char := (yield from self.ahead(1))) and char not in SPACE + ends:
-            if len(word) == MAX_NAME:
-                raise Malformed
-            self.take(char)
-            word += char
-        return word
+    def match(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Returns the text that comes next and matches the pattern of a repeated character."""
+        while True:
+            found = pattern.match(self._text, self._at)
+            text = found[0] if found else ""
+            if self._at + len(text) < len(self._text) or self.is_ended:
+                return text
+            yield
+
+    def matching(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Takes and returns the text that comes next and matches the pattern of a repeated character."""
+        text = yield from self.match(pattern)
+        self.take(text)
+        return text
 
     def one_line_break(self) -> Steps:
         """Takes the line break that comes next, if one does."""
@@ -364,20 +381,26 @@ class Reader:
         """Moves past a mark, which must come next."""
         self._at += len(mark)
 
-    def text_until(self, mark: str) -> Generator[None, None, tuple[str, bool]]:
-        """Moves past the text before `mark`, of any length, and the mark. Returns the text, and False if it
-        ended before the mark."""
-        patterns, pieces = marks_of(mark), list[str]()
+    def text_until(self, *marks: str, most: int | None = None) -> Generator[None, None, tuple[str, str]]:
+        """Moves past the text before the first of `marks`, and the mark; returns both. The mark is "" if the
+        text ended before it, or if `most` characters did not have it."""
+        patterns, pieces, length = marks_of(*marks), list[str](), 0
         while True:
             rest = self._text[self._at :]
-            if found := patterns.find(rest):
-                self._at += found.end()
-                return "".join([*pieces, rest[: found.start()]]), True
-            begun = None if self.is_ended else patterns.begun(rest)
-            pieces.append(rest[: begun.start()] if begun else rest)
-            self._at += len(pieces[-1])
-            if self.is_ended:
-                return "".join(pieces), False
+            found = patterns.find(rest)
+            begun = None if found or self.is_ended else patterns.begun(rest)
+            piece = rest[: found.start()] if found else rest[: begun.start()] if begun else rest
+            is_long = most is not None and length + len(piece) > most
+            if is_long and most is not None:
+                piece = piece[: most - length]
+            pieces.append(piece)
+            length += len(piece)
+            self._at += len(piece)
+            if is_long or (found is None and self.is_ended):
+                return "".join(pieces), ""
+            if found:
+                self._at += len(found[0])
+                return "".join(pieces), found[0]
             yield
 
     def put_back(self, text: str) -> None:
@@ -402,7 +425,7 @@ class Reader:
             solid = marks.trimmed(rest[: begun.start()] if begun else rest)
             self.say(solid, reasoning)
             self._at += len(solid)
-            if self._at == len(self._text):
+            if self._at == len(self._text) and not self.separator:
                 self._stirs, self._is_reasoning = marks.stirs, reasoning
             yield
 

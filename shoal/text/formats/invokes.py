@@ -1,0 +1,42 @@
+"""Calls in the form <invoke name="f"><parameter name="k">v</parameter></invoke>, several in one block, as
+MiniMax, DeepSeek V3.2 and Muse write them with tags of their own."""
+
+from __future__ import annotations
+
+from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.reader import Malformed, Reader, Steps
+from shoal.text.reading.tagged_values import read_argument
+
+
+class Invokes(ChatFormat):
+    prefix: str = ""  # the beginning of each tag's name
+
+    def calls(self, reader: Reader, mark: str) -> Steps:
+        invoke, end_of_invoke = f'<{self.prefix}invoke name="', f"</{self.prefix}invoke>"
+        parameter, end = f'<{self.prefix}parameter name="', f"</{self.prefix}parameter>"
+        yield from reader.expect_mark(invoke)
+        while True:
+            name, _ = yield from reader.up_to('">')
+            if not reader.accepts(name := name.strip()):
+                raise Malformed
+            has_begun = False
+            while tag := (yield from reader.one_of(parameter, end_of_invoke)):
+                if tag == end_of_invoke:
+                    break
+                head, _ = yield from reader.up_to(">")
+                key, _, more = head.partition('"')
+                if not has_begun:
+                    reader.begin(name)
+                    has_begun = True
+                is_string = 'string="true"' in more if "string=" in more else None
+                yield from read_argument(reader, name, key, end, is_string=is_string)
+            if not tag:
+                reader.check_cut()
+                if not has_begun:
+                    raise Malformed
+            if not has_begun:
+                reader.begin(name)
+            reader.end_arguments()
+            if not (yield from reader.one_of(invoke)):
+                return
+            reader.next_call()

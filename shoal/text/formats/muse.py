@@ -1,0 +1,26 @@
+"""Muse Glimmer: messages to oneself (reasoning), to the user and to tools; a call is
+<atem:function_calls><atem:invoke name="f"><atem:parameter name="k">v</atem:parameter></atem:invoke>...
+</atem:function_calls>."""
+
+from __future__ import annotations
+
+from shoal.text.formats.invokes import Invokes
+from shoal.text.formats.messages import Messages
+from shoal.text.reading.thoughts import TO_SELF
+
+
+class Muse(Messages, Invokes):
+    name = "muse_glimmer"
+    signs = (("<atem:function_calls>",),)
+    openings = ("<atem:function_calls>",)
+    closing = "</atem:function_calls>"
+    prefix = "atem:"
+    thoughts = TO_SELF
+    ends = ("<|eom|>", "<|eot|>")
+    heads = ("to=",)
+
+    def is_thought(self, header: str) -> bool:
+        return "to=self" in header
+
+    def words_of(self, header: str) -> str:
+        return header.removeprefix("assistant")
