@@ -37,7 +37,7 @@ from shoal.kernels.attention.paged_attention import (
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -181,7 +181,7 @@ class Step:
         """Every num_groups-th sequence begins with the same blocks."""
         num_seqs, table = (
             self.step.num_seqs,
-            torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32, device=DEVICE),
+            torch.zeros(MAX_DECODE_GROUPS, len(DecodeGroupField), dtype=torch.int32, device=DEVICE),
         )
         members: list[int] = []
         for group in range(num_groups):
@@ -204,7 +204,7 @@ class Step:
         prefix_attention(
             self.q,
             self.cache[:, layer],
-            prefixes.groups,
+            prefixes.decode_groups,
             prefixes.members_S,
             step.block_tables[0],
             self.workspace,

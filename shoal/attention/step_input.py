@@ -14,12 +14,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Groups of decodes that share their first blocks. These are views into the batch state, whose layout
+    """Decode groups, which share their first blocks. These are views into the batch state, whose layout
     kernels/state.py describes."""
 
     lens_S: torch.Tensor
     members_S: torch.Tensor
-    groups: torch.Tensor
+    decode_groups: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ class TritonBackend:
             prefix_attention(
                 q_THN,
                 cache.blocks,
-                step.prefixes.groups,
+                step.prefixes.decode_groups,
                 step.prefixes.members_S,
                 tables_RM,
                 self.workspace,

@@ -31,9 +31,9 @@ class Field(IntEnum):
     MIN_P = 7  # float32 bits; 0: off
 
 
-class GroupField(IntEnum):
-    """Columns of the table of groups. The sequences of a group have the same first blocks. An unused group
-    has 0 members and length 0."""
+class DecodeGroupField(IntEnum):
+    """Columns of the table of decode groups. The sequences of a group have the same first blocks. An unused
+    group has 0 members and length 0."""
 
     START = 0  # where its members begin in the list of all members
     COUNT = 1  # the number of its members
@@ -41,7 +41,7 @@ class GroupField(IntEnum):
     ROW = 3  # the state row of one member, whose block table is read for all
 
 
-MAX_GROUPS = 32  # A warp has as many threads, so it looks at all groups at once.
+MAX_DECODE_GROUPS = 32  # A warp has as many threads, so it looks at all of them at once.
 FIELDS = 16  # int32s before the block table: 64 bytes, so that block tables are aligned
 MIN_TEMPERATURE = 1e-5  # As in vLLM: below it, dividing by the temperature means nothing.
 _ALIGNMENT = 16  # int32s: rows start at multiples of 64 bytes
@@ -68,7 +68,7 @@ class StateLayout:
 
     @property
     def prefix_spans(self) -> tuple[slice, slice, slice]:
-        """Returns the addresses of lengths, members and groups in the `prefix_size` ints from
+        """Returns the addresses of lengths, members and decode groups in the `prefix_size` ints from
         `prefix_address` on."""
         stride = _aligned(self.num_rows)
         return (
@@ -79,7 +79,7 @@ class StateLayout:
 
     @property
     def prefix_size(self) -> int:
-        return 2 * _aligned(self.num_rows) + MAX_GROUPS * len(GroupField)
+        return 2 * _aligned(self.num_rows) + MAX_DECODE_GROUPS * len(DecodeGroupField)
 
     def row_address(self, row: int) -> int:
         return self.prefix_address + self.prefix_size + row * self.row_stride
@@ -93,9 +93,9 @@ class StateLayout:
         return state[: self.num_rows]
 
     def prefixes(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """prefix_lens_B and members_B, [num_rows] each, and the groups, [MAX_GROUPS, 4]."""
+        """prefix_lens_B and members_B, [num_rows] each, and the decode groups, [MAX_DECODE_GROUPS, 4]."""
         lens_B, members_B, groups = (state[self.prefix_address :][span] for span in self.prefix_spans)
-        return lens_B, members_B, groups.view(MAX_GROUPS, len(GroupField))
+        return lens_B, members_B, groups.view(MAX_DECODE_GROUPS, len(DecodeGroupField))
 
     def table(self, state: torch.Tensor) -> torch.Tensor:
         """[num_rows + 1, FIELDS + M]: what `sample` and `begin_decode` take."""

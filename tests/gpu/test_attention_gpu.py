@@ -19,7 +19,7 @@ from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention.paged_attention import DecodeWorkspace, decode_attention
 from shoal.kernels.attention.reference import gather_kv, paged_attention
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
 from tests.head_shape import head_shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -407,7 +407,7 @@ def set_groups(case: Case, groups: Groups) -> None:
     as under a captured graph."""
     rows = case.step.rows_S.tolist()
     lens = torch.zeros(len(rows), dtype=torch.int32)
-    table = torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32)
+    table = torch.zeros(MAX_DECODE_GROUPS, len(DecodeGroupField), dtype=torch.int32)
     members: list[int] = []
     for group, (seqs, length) in enumerate(groups):
         first, num_blocks = rows[seqs[0]], length // case.block_size
@@ -424,7 +424,7 @@ def set_groups(case: Case, groups: Groups) -> None:
         )
     else:
         for there, new in zip(
-            (case.step.prefixes.lens_S, case.step.prefixes.members_S, case.step.prefixes.groups),
+            (case.step.prefixes.lens_S, case.step.prefixes.members_S, case.step.prefixes.decode_groups),
             (lens, padded, table),
         ):
             there.copy_(new)

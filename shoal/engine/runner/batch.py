@@ -23,10 +23,10 @@ from shoal.kernels.sampling.row_options import Option, pack_record
 from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import (
     FIELDS,
-    MAX_GROUPS,
+    MAX_DECODE_GROUPS,
     MIN_TEMPERATURE,
+    DecodeGroupField,
     Field,
-    GroupField,
     StateLayout,
     seed_words,
 )
@@ -52,7 +52,7 @@ class Header(IntEnum):
     # lack, or more than ranks exchange (kernels/sampling/split_sample.py).
     NUM_WHOLE_ROWS = 8
     NUM_PROMPT_LOGITS = 9  # prompt tokens whose logits are requested
-    NUM_GROUPS = 10  # groups of decodes that share a prefix
+    NUM_DECODE_GROUPS = 10  # groups of decodes that share a prefix
     # The most log-probabilities that a sample, or a prompt, of the step asks for, as `encode_count` writes
     # it.
     LOGPROBS = 11
@@ -291,10 +291,10 @@ class BatchBuilder:
         self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
-        self.decode_groups = DecodeGroups(block_size, MAX_GROUPS) if share_from is not None else None
+        self.decode_groups = DecodeGroups(block_size, MAX_DECODE_GROUPS) if share_from is not None else None
         # rows of the last step's decodes; -1 where a row has a new owner
         self.decode_rows = np.zeros(0, np.int32)
-        self.num_groups = 0  # the groups among them
+        self.num_decode_groups = 0  # the groups among them
         self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
         # The sequence whose fields each row holds, and at which of its admissions they were sent.
@@ -346,7 +346,7 @@ class BatchBuilder:
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.NUM_GROUPS] = self.num_groups
+        header[Header.NUM_DECODE_GROUPS] = self.num_decode_groups
         header[Header.LOGPROBS] = encode_count(num_logprobs)
         header[Header.PROMPT_LOGPROBS] = encode_count(num_prompt_logprobs)
         sections = {
@@ -370,7 +370,12 @@ class BatchBuilder:
         """The smallest shape that has room for this step. None: it must run eagerly."""
         if wants_prompts:
             return None
-        size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, self.num_groups > 0
+        size = (
+            plan.num_tokens,
+            plan.num_decodes,
+            len(plan.scheduled) - plan.num_decodes,
+            self.num_decode_groups > 0,
+        )
         return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
 
     def _update_row(
@@ -441,18 +446,18 @@ class BatchBuilder:
         self.decode_rows = decode_rows
         rows = decode_rows.tolist()
         groups = decode_groups.groups(rows) if len(rows) >= self.share_from else []
-        if not groups and not self.num_groups:
+        if not groups and not self.num_decode_groups:
             return
-        self.num_groups = len(groups)
+        self.num_decode_groups = len(groups)
         index = {row: i for i, row in enumerate(rows)}
         wanted = np.zeros(self.layout.prefix_size, np.int32)
         lens, members, table = (wanted[span] for span in self.layout.prefix_spans)
         start = 0
-        for group, fields in zip(groups, table.reshape(MAX_GROUPS, len(GroupField))):
+        for group, fields in zip(groups, table.reshape(MAX_DECODE_GROUPS, len(DecodeGroupField))):
             indices, end = [index[row] for row in group.rows], start + len(group.rows)
             fields[:] = start, len(indices), group.num_blocks * self.block_size, group.rows[0]
             members[start:end] = indices
-            lens[indices] = fields[GroupField.LENGTH]
+            lens[indices] = fields[DecodeGroupField.LENGTH]
             start = end
         changed = np.flatnonzero(self.prefixes != wanted)
         self.prefixes = wanted

@@ -190,7 +190,7 @@ class Steps:
     def _run_decode(self, header: np.ndarray, after_layer: AfterLayer | None) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
         num_rows = int(header[Header.NUM_DECODES])
-        sharing = bool(header[Header.NUM_GROUPS])
+        sharing = bool(header[Header.NUM_DECODE_GROUPS])
         fitting = None
         if self.decode_graphs is not None:
             fitting = self.decode_graphs.fitting(num_rows, sharing)
@@ -266,7 +266,7 @@ class Steps:
             max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]),
             host=host,
-            prefixes=self.state.prefixes if header[Header.NUM_GROUPS] else None,
+            prefixes=self.state.prefixes if header[Header.NUM_DECODE_GROUPS] else None,
         )
         select_S = sections["sample_index"].long()
         prompt_logprobs = None

@@ -1,4 +1,4 @@
-"""Cascade attention: keys that a group of decodes share are read once, by tiles of many sequences' queries.
+"""Cascade attention: keys that a decode group shares are read once, by tiles of many sequences' queries.
 
 Its other half is decode_kernel (attention.py), which works on each sequence's own keys at the same time and
 combines the results. The grid is fixed when a graph is captured. Groups are read on the device
@@ -26,11 +26,11 @@ from shoal.kernels.attention.paged_attention import (
 )
 from shoal.kernels.pdl import pdl_options, wait_then_start_next
 from shoal.kernels.rounding import next_power_of_2
-from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
 
-START, COUNT = tl.constexpr(GroupField.START.value), tl.constexpr(GroupField.COUNT.value)
-LENGTH, ROW = tl.constexpr(GroupField.LENGTH.value), tl.constexpr(GroupField.ROW.value)
-GROUP_FIELDS = tl.constexpr(len(GroupField))
+START, COUNT = tl.constexpr(DecodeGroupField.START.value), tl.constexpr(DecodeGroupField.COUNT.value)
+LENGTH, ROW = tl.constexpr(DecodeGroupField.LENGTH.value), tl.constexpr(DecodeGroupField.ROW.value)
+DECODE_GROUP_FIELDS = tl.constexpr(len(DecodeGroupField))
 MIN_PART = 256  # the fewest keys that are worth a part of their own
 
 
@@ -44,13 +44,13 @@ def prefix_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
 
 @triton.jit(
     do_not_specialize=["splits", "max_parts"],
-    do_not_specialize_on_alignment=["scales_ptr", "groups_ptr", "members_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "decode_groups_ptr", "members_ptr"],
 )
 def prefix_kernel(
     q_ptr,
     kv_ptr,
     scales_ptr,
-    groups_ptr,
+    decode_groups_ptr,
     members_ptr,
     table_ptr,
     partial_ptr,
@@ -68,7 +68,7 @@ def prefix_kernel(
     GROUP: tl.constexpr,
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    MAX_GROUPS: tl.constexpr,
+    MAX_DECODE_GROUPS: tl.constexpr,
     MIN_STEPS: tl.constexpr,
     FP8: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -79,21 +79,21 @@ def prefix_kernel(
     N_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Works on items. An item is BLOCK_Q queries of a group's members, the query heads of one kv head, and
-    one part of the shared keys. Each member has QUERIES queries, which decode_kernel has in tiles of
+    """Works on items. An item is BLOCK_Q queries of a decode group's members, the query heads of one kv head,
+    and one part of the shared keys. Each member has QUERIES queries, which decode_kernel has in tiles of
     TILE_QUERIES. The grid may have any number of programs.
 
     The keys are split so finely that all groups together have at most one item for each program, and
     all items have about the same length.
     """
     wait_then_start_next(PDL)
-    groups = tl.arange(0, MAX_GROUPS)
-    starts = tl.load(groups_ptr + groups * GROUP_FIELDS + START)
-    counts = tl.load(groups_ptr + groups * GROUP_FIELDS + COUNT)
+    decode_groups = tl.arange(0, MAX_DECODE_GROUPS)
+    starts = tl.load(decode_groups_ptr + decode_groups * DECODE_GROUP_FIELDS + START)
+    counts = tl.load(decode_groups_ptr + decode_groups * DECODE_GROUP_FIELDS + COUNT)
     if QUERIES > 1:
         counts *= QUERIES
-    lengths = tl.load(groups_ptr + groups * GROUP_FIELDS + LENGTH)
-    table_rows = tl.load(groups_ptr + groups * GROUP_FIELDS + ROW)
+    lengths = tl.load(decode_groups_ptr + decode_groups * DECODE_GROUP_FIELDS + LENGTH)
+    table_rows = tl.load(decode_groups_ptr + decode_groups * DECODE_GROUP_FIELDS + ROW)
     tiles = tl.cdiv(counts, BLOCK_Q)
     steps = tl.cdiv(lengths, BLOCK_N)
     work = tl.sum(tiles * steps, 0) * G
@@ -209,7 +209,7 @@ def prefix_kernel(
 def prefix_attention(
     q_THN: torch.Tensor,
     kv_layer: torch.Tensor,
-    groups: torch.Tensor,
+    decode_groups: torch.Tensor,
     members_S: torch.Tensor,
     block_tables_RM: torch.Tensor,
     workspace: DecodeWorkspace,
@@ -233,7 +233,7 @@ def prefix_attention(
         and kv_layer.stride()[3:] == (head_dim, 1)
         and block_tables_RM.stride(1) == 1
     )
-    assert groups.shape == (MAX_GROUPS, len(GroupField)) and groups.is_contiguous()
+    assert decode_groups.shape == (MAX_DECODE_GROUPS, len(DecodeGroupField)) and decode_groups.is_contiguous()
     tile_queries = queries_per_tile(group, queries, head_dim, q_THN.dtype)
     num_tiles = num_seqs * -(-queries // tile_queries)
     num_partials = num_tiles * num_kv_heads * (splits + max_parts) * tile_queries * group
@@ -243,8 +243,8 @@ def prefix_attention(
     prefix_kernel[(num_programs,)](
         q_THN,
         cache_bytes(kv_layer, scales_2G),
-        groups if scales_2G is None else scales_2G,  # nobody looks at groups there
-        groups,
+        decode_groups if scales_2G is None else scales_2G,  # not read without scales
+        decode_groups,
         members_S,
         block_tables_RM,
         workspace.partial,
@@ -260,7 +260,7 @@ def prefix_attention(
         GROUP=group,
         N=head_dim,
         BLOCK_SIZE=block_size,
-        MAX_GROUPS=MAX_GROUPS,
+        MAX_DECODE_GROUPS=MAX_DECODE_GROUPS,
         MIN_STEPS=max(1, MIN_PART // tiles.block_n),
         FP8=scales_2G is not None,
         QUERIES=queries,

@@ -3,12 +3,12 @@ sorts the vocabulary. reference.py describes what is sampled.
 
 1. `_measure_tiles` has a program for each row and each few tiles of the vocabulary. It finds each tile's
    largest logit and its mass. For a row with filters (top_k, top_p, min_p) it also finds the largest logit of
-   each GROUP of tokens.
+   each SPAN of tokens.
 2. `_pick` has a program for each row. It samples a tile by its mass, then a token of that tile, so that
    noise is made for one tile's tokens only. For a row with filters it first finds the smallest logit that
-   they keep, by bisection over the bits of logits. All logits above the best of the other groups lie in the
-   BEST_GROUPS best groups. If the filters keep no others, which is so for nearly every draw with top_k 20 or
-   top_p 0.95, it looks at those groups only. Otherwise it makes passes over the row, which is much slower.
+   they keep, by bisection over the bits of logits. All logits above the best of the other spans lie in the
+   BEST_SPANS best spans. If the filters keep no others, which is so for nearly every draw with top_k 20 or
+   top_p 0.95, it looks at those spans only. Otherwise it makes passes over the row, which is much slower.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
-GROUP = tl.constexpr(32)  # tokens that share one maximum
-BEST_GROUPS = tl.constexpr(128)
+SPAN = tl.constexpr(32)  # tokens that share one maximum
+BEST_SPANS = tl.constexpr(128)
 WIDE = tl.constexpr(8192)  # tokens of a piece, in a pass over the row
 
 SEED_LOW, SEED_HIGH = tl.constexpr(Field.SEED_LOW.value), tl.constexpr(Field.SEED_HIGH.value)
@@ -97,11 +97,11 @@ def _has_filters(fields_ptr):
 @triton.jit
 def _workspace(work_ptr, s, V: tl.constexpr):
     """Returns the four parts of a row's scratch memory: the largest logit of each tile, the mass of each tile
-    relative to that, the largest logit of each group, and a list of groups."""
+    relative to that, the largest logit of each span, and a list of spans."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
-    groups: tl.constexpr = (V + GROUP - 1) // GROUP
-    best_ptr = work_ptr + s * (2 * tiles + groups + BEST_GROUPS)
-    list_ptr = (best_ptr + 2 * tiles + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    spans: tl.constexpr = (V + SPAN - 1) // SPAN
+    best_ptr = work_ptr + s * (2 * tiles + spans + BEST_SPANS)
+    list_ptr = (best_ptr + 2 * tiles + spans).to(tl.pointer_type(tl.int32), bitcast=True)
     return best_ptr, best_ptr + tiles, best_ptr + 2 * tiles, list_ptr
 
 
@@ -141,13 +141,13 @@ def _measure_tiles(
     if row < 0:
         return
     logits = loaded.to(tl.float32)
-    best_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V)
+    best_ptr, mass_ptr, span_ptr, _ = _workspace(work_ptr, s, V)
     if has_filters:
-        group = tl.program_id(0) * (TILES * TILE // GROUP) + tl.arange(0, TILES * TILE // GROUP)
+        span = tl.program_id(0) * (TILES * TILE // SPAN) + tl.arange(0, TILES * TILE // SPAN)
         tl.store(
-            group_ptr + group,
-            tl.max(tl.reshape(logits, (TILES * TILE // GROUP, GROUP)), axis=1),
-            mask=group * GROUP < V,
+            span_ptr + span,
+            tl.max(tl.reshape(logits, (TILES * TILE // SPAN, SPAN)), axis=1),
+            mask=span * SPAN < V,
         )
     best = tl.max(logits, axis=1)
     masses = tl.where(logits > float("-inf"), tl.exp((logits - best[:, None]) * scale), 0.0)
@@ -169,29 +169,29 @@ def _middle(low, high):
 
 
 @triton.jit
-def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """Lists the groups with the largest maxima, at most BEST_GROUPS of them. Returns their number, and the
-    largest logit of all other groups."""
-    group = tl.arange(0, BLOCK)
-    group_best = tl.load(group_ptr + group, mask=group * GROUP < V, other=float("-inf"))
-    keys = _order_key(group_best, SHIFT)
+def _best_spans(span_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    """Lists the spans with the largest maxima, at most BEST_SPANS of them. Returns their number, and the
+    largest logit of all other spans."""
+    span = tl.arange(0, BLOCK)
+    span_best = tl.load(span_ptr + span, mask=span * SPAN < V, other=float("-inf"))
+    keys = _order_key(span_best, SHIFT)
     low, high = KEY_OF_NOTHING >> SHIFT, _order_key(largest, SHIFT) + 1
     while low + 1 < high:
         middle = _middle(low, high)
-        few = tl.sum((keys >= middle).to(tl.int32), axis=0) <= BEST_GROUPS
+        few = tl.sum((keys >= middle).to(tl.int32), axis=0) <= BEST_SPANS
         low, high = tl.where(few, low, middle), tl.where(few, middle, high)
     listed = keys >= high
-    tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, group, mask=listed)
+    tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, span, mask=listed)
     tl.debug_barrier()  # Other threads read the list.
-    return tl.sum(listed.to(tl.int32), axis=0), tl.max(tl.where(listed, float("-inf"), group_best), axis=0)
+    return tl.sum(listed.to(tl.int32), axis=0), tl.max(tl.where(listed, float("-inf"), span_best), axis=0)
 
 
 @triton.jit
-def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr, OFFSET: tl.constexpr = 0):
-    """Returns the logits of the listed groups and their tokens, [BEST_GROUPS * GROUP]."""
-    i = tl.arange(0, BEST_GROUPS * GROUP)
-    listed = i // GROUP < num_listed
-    token = tl.load(list_ptr + i // GROUP, mask=listed, other=0) * GROUP + i % GROUP
+def _load_spans(row_ptr, list_ptr, num_listed, V: tl.constexpr, OFFSET: tl.constexpr = 0):
+    """Returns the logits of the listed spans and their tokens, [BEST_SPANS * SPAN]."""
+    i = tl.arange(0, BEST_SPANS * SPAN)
+    listed = i // SPAN < num_listed
+    token = tl.load(list_ptr + i // SPAN, mask=listed, other=0) * SPAN + i % SPAN
     inside = listed & (token < V)
     if OFFSET:
         inside &= token >= OFFSET
@@ -220,7 +220,7 @@ def _measure(
     BY_MASS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Returns the mass, or the number, of the logits of at least `key` and `floor`, in the listed groups, or
+    """Returns the mass, or the number, of the logits of at least `key` and `floor`, in the listed spans, or
     with `wide` in the whole row."""
     if wide:
         sums = tl.zeros((WIDE,), tl.float32)
@@ -230,7 +230,7 @@ def _measure(
             sums += _weigh(logits, key, floor, largest, scale, BY_MASS, SHIFT)
         measure = tl.sum(sums, axis=0)
     else:
-        logits, _ = _load_groups(row_ptr, list_ptr, num_listed, V)
+        logits, _ = _load_spans(row_ptr, list_ptr, num_listed, V)
         measure = tl.sum(_weigh(logits, key, floor, largest, scale, BY_MASS, SHIFT), axis=0)
     return measure
 
@@ -267,7 +267,7 @@ def _largest_key(
 def _sample_filtered(
     row_ptr,
     fields_ptr,
-    group_ptr,
+    span_ptr,
     list_ptr,
     largest,
     total,
@@ -275,7 +275,7 @@ def _sample_filtered(
     key_0,
     key_1,
     V: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
+    SPANS_BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """Draws a token of a row with filters. `total` is the mass of all its logits, relative to the largest."""
@@ -285,9 +285,9 @@ def _sample_filtered(
     floor = tl.where(
         min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST
     )
-    num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
+    num_listed, rest = _best_spans(span_ptr, list_ptr, largest, V, SPANS_BLOCK, SHIFT)
 
-    # Everything above `rest` is in the listed groups. Does what the filters keep lie above it?
+    # Everything above `rest` is in the listed spans. Does what the filters keep lie above it?
     key = _order_key(rest, SHIFT)
     number = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, scale, V, False, SHIFT)
     mass = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, scale, V, True, SHIFT)
@@ -319,11 +319,11 @@ def _sample_filtered(
         _, at = tl.max(best, axis=0, return_indices=True)
         sampled = tl.sum(tl.where(tl.arange(0, WIDE) == at, best_token, 0), axis=0)
     else:
-        logits, token = _load_groups(row_ptr, list_ptr, num_listed, V)
+        logits, token = _load_spans(row_ptr, list_ptr, num_listed, V)
         kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
         score = tl.where(kept, logits * scale + _gumbel(key_0, key_1, token), float("-inf"))
         _, at = tl.max(score, axis=0, return_indices=True)
-        sampled = tl.load(list_ptr + at // GROUP) * GROUP + at % GROUP
+        sampled = tl.load(list_ptr + at // SPAN) * SPAN + at % SPAN
     return sampled
 
 
@@ -357,7 +357,7 @@ def _pick(
     table_stride,
     V: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
+    SPANS_BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -373,7 +373,7 @@ def _pick(
     if row < 0:
         return
     row_ptr = logits_ptr + s * logits_stride
-    best_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V)
+    best_ptr, mass_ptr, span_ptr, list_ptr = _workspace(work_ptr, s, V)
     tile = tl.arange(0, TILES_BLOCK)
     in_row = tile * TILE < V
     best = tl.load(best_ptr + tile, mask=in_row, other=float("-inf"))
@@ -384,7 +384,7 @@ def _pick(
         sampled = _sample_filtered(
             row_ptr,
             fields_ptr,
-            group_ptr,
+            span_ptr,
             list_ptr,
             largest,
             total,
@@ -392,7 +392,7 @@ def _pick(
             key_0,
             key_1,
             V,
-            GROUPS_BLOCK,
+            SPANS_BLOCK,
             SHIFT,
         )
     else:
@@ -419,11 +419,9 @@ def sample(
     row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
-    num_tiles, num_groups = cdiv(vocab_size, TILE.value), cdiv(vocab_size, GROUP.value)
+    num_tiles, num_spans = cdiv(vocab_size, TILE.value), cdiv(vocab_size, SPAN.value)
     work = torch.empty(
-        (num_seqs, 2 * num_tiles + num_groups + BEST_GROUPS.value),
-        dtype=torch.float32,
-        device=logits_BV.device,
+        (num_seqs, 2 * num_tiles + num_spans + BEST_SPANS.value), dtype=torch.float32, device=logits_BV.device
     )
     tiles = tiles_per_program(num_seqs)
     _measure_tiles[(cdiv(num_tiles, tiles), num_seqs)](
@@ -451,7 +449,7 @@ def sample(
         table.stride(0),
         V=vocab_size,
         TILES_BLOCK=next_power_of_2(num_tiles),
-        GROUPS_BLOCK=next_power_of_2(num_groups),
+        SPANS_BLOCK=next_power_of_2(num_spans),
         SHIFT=SHIFTS[logits_BV.dtype],
         num_warps=PICK_WARPS,
         **pdl_options(),

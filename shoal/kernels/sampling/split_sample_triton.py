@@ -1,7 +1,7 @@
 """split_sample.py in Triton, for a captured graph: parts of a rank's columns, and the draw from all ranks'
 parts.
 
-The tiles and groups of sample.py are counted from the whole row's first token, as noise is. So a rank's first
+The tiles and spans of sample.py are counted from the whole row's first token, as noise is. So a rank's first
 tile may begin before its columns do, by OFFSET tokens: what lies there is masked, and V counts it.
 """
 
@@ -14,25 +14,25 @@ import triton.language as tl
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kernels.sampling.sample import (
-    BEST_GROUPS,
+    BEST_SPANS,
     COLDEST,
-    GROUP,
     KEY_OF_NOTHING,
     LOWEST,
     MIN_P,
     PICK_WARPS,
     POSITION,
     SHIFTS,
+    SPAN,
     TEMPERATURE,
     TILE,
     TOKEN,
     TOP_K,
     TOP_P,
-    _best_groups,
+    _best_spans,
     _gumbel,
     _has_filters,
     _load_float,
-    _load_groups,
+    _load_spans,
     _measure_tiles,
     _middle,
     _noise_keys,
@@ -109,7 +109,7 @@ def _tile_parts(
 def _value_parts(
     row_ptr,
     part_ptr,
-    group_ptr,
+    span_ptr,
     list_ptr,
     largest,
     top_k,
@@ -119,15 +119,15 @@ def _value_parts(
     V: tl.constexpr,
     FIRST: tl.constexpr,
     OFFSET: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
+    SPANS_BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """Stores the parts of a row with top_k, the largest value first, and returns their number."""
-    num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
-    listed, place = _load_groups(row_ptr, list_ptr, num_listed, V, OFFSET)
+    num_listed, rest = _best_spans(span_ptr, list_ptr, largest, V, SPANS_BLOCK, SHIFT)
+    listed, place = _load_spans(row_ptr, list_ptr, num_listed, V, OFFSET)
     listed_keys, listed_tokens = _order_key(listed, SHIFT), place + (FIRST - OFFSET)
     listed_scores = listed * scale + _gumbel(key_0, key_1, listed_tokens)
-    # Everything above `rest` is in the listed groups. If that is too little, each value takes a pass over the
+    # Everything above `rest` is in the listed spans. If that is too little, each value takes a pass over the
     # row.
     wide = tl.sum((listed_keys > _order_key(rest, SHIFT)).to(tl.int32), axis=0) < top_k
     below = _order_key(largest, SHIFT) + 1
@@ -159,7 +159,7 @@ def _value_parts(
             has_it = (listed == value) & (listed_keys < below)
             number = tl.sum(has_it.to(tl.int32), axis=0)
             score, at = tl.max(tl.where(has_it, listed_scores, float("-inf")), axis=0, return_indices=True)
-            token = tl.sum(tl.where(tl.arange(0, BEST_GROUPS * GROUP) == at, listed_tokens, 0), axis=0)
+            token = tl.sum(tl.where(tl.arange(0, BEST_SPANS * SPAN) == at, listed_tokens, 0), axis=0)
         found = value >= LOWEST
         if found:
             _store_part(part_ptr, count, value, number, score, token)
@@ -184,7 +184,7 @@ def _parts_kernel(
     FIRST: tl.constexpr,
     OFFSET: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
+    SPANS_BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -202,7 +202,7 @@ def _parts_kernel(
         return
     row_ptr = logits_ptr + s * logits_stride - OFFSET
     part_ptr = parts_ptr + s * PARTS * PART_INTS
-    best_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V)
+    best_ptr, mass_ptr, span_ptr, list_ptr = _workspace(work_ptr, s, V)
     tile = tl.arange(0, TILES_BLOCK)
     in_row = tile * TILE < V
     best = tl.load(best_ptr + tile, mask=in_row, other=float("-inf"))
@@ -211,7 +211,7 @@ def _parts_kernel(
         count = _value_parts(
             row_ptr,
             part_ptr,
-            group_ptr,
+            span_ptr,
             list_ptr,
             tl.max(best, axis=0),
             top_k,
@@ -221,7 +221,7 @@ def _parts_kernel(
             V,
             FIRST,
             OFFSET,
-            GROUPS_BLOCK,
+            SPANS_BLOCK,
             SHIFT,
         )
     else:
@@ -238,8 +238,8 @@ def sample_parts(
     assert logits_SV.stride(1) == 1
     offset = first % TILE.value
     num_seqs, places = rows_S.shape[0], offset + logits_SV.shape[1]
-    num_tiles, num_groups = cdiv(places, TILE.value), cdiv(places, GROUP.value)
-    work_size = 2 * num_tiles + num_groups + BEST_GROUPS.value
+    num_tiles, num_spans = cdiv(places, TILE.value), cdiv(places, SPAN.value)
+    work_size = 2 * num_tiles + num_spans + BEST_SPANS.value
     work = torch.empty((num_seqs, work_size), dtype=torch.float32, device=logits_SV.device)
     parts = torch.empty((num_seqs, PARTS.value, PART_INTS.value), dtype=torch.int32, device=logits_SV.device)
     tiles = tiles_per_program(num_seqs)
@@ -269,7 +269,7 @@ def sample_parts(
         FIRST=first,
         OFFSET=offset,
         TILES_BLOCK=next_power_of_2(num_tiles),
-        GROUPS_BLOCK=next_power_of_2(num_groups),
+        SPANS_BLOCK=next_power_of_2(num_spans),
         SHIFT=SHIFTS[logits_SV.dtype],
         num_warps=PICK_WARPS,
         **pdl_options(),

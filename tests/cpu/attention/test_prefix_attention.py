@@ -13,7 +13,7 @@ from shoal.attention.step_input import SharedPrefixes
 from shoal.attention.triton import SHARE_FROM, TritonBackend, prefix_parts
 from shoal.kernels.attention.paged_attention import AttentionTiles, DecodeWorkspace, decode_attention
 from shoal.kernels.attention.prefix_attention import prefix_attention
-from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
 from tests.cpu.attention.test_attention_kernels import Case
 from tests.head_shape import head_shape
 
@@ -27,7 +27,7 @@ def share(case: Case, groups: Groups) -> SharedPrefixes:
     """Lets the sequences of a group begin with the first one's blocks."""
     rows, block_size = case.step.rows_S.tolist(), case.kv_layer.shape[3]
     lens = torch.zeros(len(rows), dtype=torch.int32)
-    table = torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32)
+    table = torch.zeros(MAX_DECODE_GROUPS, len(DecodeGroupField), dtype=torch.int32)
     members: list[int] = []
     for group, (seqs, num_blocks) in enumerate(groups):
         first = rows[seqs[0]]
@@ -62,7 +62,7 @@ def cascade(
     prefix_attention(
         case.q,
         case.kv_layer,
-        prefixes.groups,
+        prefixes.decode_groups,
         prefixes.members_S,
         case.block_tables_RM,
         workspace,
@@ -149,7 +149,8 @@ def test_a_group_whose_own_keys_are_one() -> None:
 
 def test_as_many_groups_as_there_can_be() -> None:
     cascade(
-        Case([(1, 20)] * 2 * MAX_GROUPS, 1, 1), [([2 * i, 2 * i + 1], 1 + i % 2) for i in range(MAX_GROUPS)]
+        Case([(1, 20)] * 2 * MAX_DECODE_GROUPS, 1, 1),
+        [([2 * i, 2 * i + 1], 1 + i % 2) for i in range(MAX_DECODE_GROUPS)],
     )
 
 
@@ -201,7 +202,7 @@ def test_decodes_share_prefixes_in_padded_mixed_steps() -> None:
         torch.cat((x[: len(decodes)], torch.zeros(6, dtype=torch.int32)))
         for x in (prefixes.lens_S, prefixes.members_S)
     )
-    case.step = replace(case.step, prefixes=SharedPrefixes(lens, members, prefixes.groups))
+    case.step = replace(case.step, prefixes=SharedPrefixes(lens, members, prefixes.decode_groups))
     case.check_padded(backend(4, 2), (40, 16, 4))
 
 

@@ -11,7 +11,7 @@ from shoal.engine.runner import decode_groups
 from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, section_spans
 from shoal.engine.runner.decode_groups import DecodeGroups, best_runs, num_common
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.kernels.state import FIELDS, MAX_GROUPS, GroupField, StateLayout
+from shoal.kernels.state import FIELDS, MAX_DECODE_GROUPS, DecodeGroupField, StateLayout
 from shoal.sampling_params import SamplingParams
 
 
@@ -27,7 +27,7 @@ def saved(groups):
 
 
 def groups_of(paths):
-    tree = DecodeGroups(16, MAX_GROUPS)
+    tree = DecodeGroups(16, MAX_DECODE_GROUPS)
     for row, path in enumerate(paths):
         tree.place(row, [*path, -row - 2])  # the last block is never shared
     return tree
@@ -76,7 +76,9 @@ def test_few_or_short_or_single_are_no_group():
 def test_no_more_groups_than_the_device_has_room_for(cheap_groups):
     paths = [[1000 * group + i for i in range(2 + group)] for group in range(90) for _ in range(2)]
     groups = groups_of(paths).groups(range(180))
-    assert sorted(group.num_blocks for group in groups) == list(range(92 - MAX_GROUPS, 92))  # the longest
+    assert sorted(group.num_blocks for group in groups) == list(
+        range(92 - MAX_DECODE_GROUPS, 92)
+    )  # the longest
 
 
 def brute_force(paths):
@@ -99,7 +101,7 @@ def test_random_trees_are_cut_as_well_as_can_be(cheap_groups):
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(150):
-        tree, paths = DecodeGroups(16, MAX_GROUPS), {}
+        tree, paths = DecodeGroups(16, MAX_DECODE_GROUPS), {}
         for step in range(rng.randint(1, 40)):  # rows change hands, so that entries leave the tree as well
             row = rng.randrange(12)
             path, node = [], 0
@@ -147,8 +149,8 @@ class Device:
         lens, members, table = (
             self.state[self.layout.prefix_address :][span] for span in self.layout.prefix_spans
         )
-        table = table.reshape(MAX_GROUPS, len(GroupField))
-        num_groups = packed[Header.NUM_GROUPS]
+        table = table.reshape(MAX_DECODE_GROUPS, len(DecodeGroupField))
+        num_groups = packed[Header.NUM_DECODE_GROUPS]
         assert not table[num_groups:].any()
         found = np.zeros_like(lens)
         for start, count, length, row in table[:num_groups]:
