@@ -176,7 +176,7 @@ class KvTiers(StepPart):
     def completed(self, plan: StepPlan, seconds: float) -> None:
         """Steps with long prompts are used to estimate prefill speed."""
         self.offloader.step_completed()
-        num_tokens = plan.num_tokens - plan.num_decodes
+        num_tokens = sum(entry.num_tokens for entry in plan.scheduled[plan.num_decodes :])
         if num_tokens >= max(1, self.config.max_num_batched_tokens // LONG_PROMPT_SHARE):
             self.costs.token.add(seconds, num_tokens)
 

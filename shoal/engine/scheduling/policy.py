@@ -91,13 +91,14 @@ class PromptBudget:
 
     tokens: what is left of the step's token budget.
     cap: the most tokens of one prompt.
+    num_decode_tokens: the tokens of the step's decodes.
     seconds: what is left of the time that prompts may take.
     costs: what they take of it; None where no target holds.
     """
 
     tokens: int
     cap: int
-    num_decodes: int = 0
+    num_decode_tokens: int = 0
     seconds: float = math.inf
     costs: StepCosts | None = None
     block_size: int = 1
@@ -118,7 +119,7 @@ class PromptBudget:
         within = tokens_within(self.seconds - self.costs.seq_s, start, self.costs)
         if within >= most:
             return most
-        num_tokens = near_size(within, self.num_decodes + self.num_taken, self.step_sizes)
+        num_tokens = near_size(within, self.num_decode_tokens + self.num_taken, self.step_sizes)
         num_tokens -= min(num_tokens, (start + num_tokens) % self.block_size)
         return num_tokens if self.num_taken else max(num_tokens, min(self.block_size, most))
 
@@ -134,13 +135,14 @@ def prompt_budget(
     tokens: int,
     cap: int,
     num_decodes: int,
+    num_decode_tokens: int,
     target_s: float,
     costs: StepCosts,
     block_size: int,
     step_sizes: abc.Sequence[int],
 ) -> PromptBudget:
-    """Returns the budget of prompt tokens with which a step of `num_decodes` decodes should end within
-    `target_s`.
+    """Returns the budget of prompt tokens with which a step of `num_decodes` decodes, of
+    `num_decode_tokens` tokens together, should end within `target_s`.
 
     Prompts get the time of one block of tokens at least, and of TOKENS_A_DECODE for each decode, even if the
     step then takes longer. So where decodes alone take the target, prompts get about as much time as they do.
@@ -150,7 +152,7 @@ def prompt_budget(
     return PromptBudget(
         tokens,
         cap,
-        num_decodes,
+        num_decode_tokens,
         seconds=max(target_s - decode_s, least_s),
         costs=costs,
         block_size=block_size,

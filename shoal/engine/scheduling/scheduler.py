@@ -470,7 +470,14 @@ class Scheduler:
         if not num_decodes and not any(seq.status is DECODE for seq in self.running):
             return PromptBudget(tokens, cap)
         return policy.prompt_budget(
-            tokens, cap, num_decodes, self._target_itl_s, costs, self._block_size, self._step_sizes
+            tokens,
+            cap,
+            num_decodes,
+            num_tokens,
+            self._target_itl_s,
+            costs,
+            self._block_size,
+            self._step_sizes,
         )
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:

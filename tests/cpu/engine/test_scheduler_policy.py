@@ -73,7 +73,7 @@ def test_a_chunk_is_shortened_to_a_captured_size_that_is_near():
 
 
 def budget(num_decodes, target_s, *, tokens=1000, block_size=8, sizes=()):
-    return prompt_budget(tokens, tokens, num_decodes, target_s, COSTS, block_size, sizes)
+    return prompt_budget(tokens, tokens, num_decodes, num_decodes, target_s, COSTS, block_size, sizes)
 
 
 def test_a_step_beside_decodes_takes_what_ends_within_the_target():

@@ -55,7 +55,7 @@ class Load:
     def mixed(self, num_decodes, start=0):
         """A step that takes what the policy allows of a prompt behind `start` tokens. Returns its seconds and
         its prompt tokens."""
-        budget = prompt_budget(100_000, 100_000, num_decodes, TARGET_S, self.costs, BLOCK, ())
+        budget = prompt_budget(100_000, 100_000, num_decodes, num_decodes, TARGET_S, self.costs, BLOCK, ())
         num_tokens = budget.fit(start, 100_000)
         return self.step(num_decodes, [(start, num_tokens)]), num_tokens
 

@@ -274,13 +274,13 @@ def test_a_step_with_a_long_prompt_tells_how_quickly_prompts_are_computed():
     tiers, _, scheduler = open_tiers()
     scheduler.add(request())
     for _ in range(3):
-        plan = SimpleNamespace(num_tokens=64, num_decodes=0)
+        plan = SimpleNamespace(scheduled=[SimpleNamespace(num_tokens=64)], num_decodes=0)
         tiers.after_schedule(plan)
         tiers.completed(plan, seconds=0.064)
     assert stats_of(tiers).kv_compute_seconds_per_block == pytest.approx(16 * 0.001)
     before = stats_of(tiers).kv_compute_seconds_per_block
     for _ in range(9):
-        plan = SimpleNamespace(num_tokens=4, num_decodes=4)
+        plan = SimpleNamespace(scheduled=[SimpleNamespace(num_tokens=1)] * 4, num_decodes=4)
         tiers.after_schedule(plan)
         tiers.completed(plan, seconds=50.0)
     assert stats_of(tiers).kv_compute_seconds_per_block == before, "decodes say nothing about prompts"
