@@ -370,6 +370,12 @@ SIZES = [
 WHOLE = b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD_BODY), GOOD_BODY)
 
 
+def request_for(target: bytes) -> bytes:
+    """A request that is right but perhaps for its target."""
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % target
+    return head + b"Content-Length: %d\r\n\r\n" % len(GOOD_BODY) + GOOD_BODY
+
+
 def raw_request(rng: random.Random) -> bytes:
     """One request, wrong in one to three ways, and perhaps another behind it."""
     method, target, version, end = b"POST", b"/v1/completions", b"HTTP/1.1", b"\r\n"

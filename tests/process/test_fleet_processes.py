@@ -204,8 +204,9 @@ def test_what_a_dead_worker_has_started_ends_too(quick):
 
     async def wait(toys, stream):
         await toys.until_given_up(await toys.add(python(code)))
+        # A thread copies the lines, and may lag behind the end of the process.
+        await until(lambda: stream.getvalue().count("child") == restarts.MAX_DEATHS, stream.getvalue)
         children = [int(line.split()[-1]) for line in stream.getvalue().splitlines() if "child" in line]
-        assert len(children) == restarts.MAX_DEATHS
         await until(lambda: not any(map(lives, children)))
 
     run(wait)
@@ -259,7 +260,9 @@ def test_ports_are_free_differ_and_stay_over_a_restart(quick):
         await toys.until_given_up(first, second)
         for worker in (first, second):
             line = f"{worker.id} | at {worker.id} {worker.ports['port']} {worker.ports['events_port']}\n"
-            assert stream.getvalue().count(line) == restarts.MAX_DEATHS
+            await until(
+                lambda line=line: stream.getvalue().count(line) == restarts.MAX_DEATHS, stream.getvalue
+            )
 
     run(add)
 

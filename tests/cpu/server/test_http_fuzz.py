@@ -22,7 +22,17 @@ from shoal.server import run
 from shoal.server.operator.admin import ADMIN_ROUTES
 from shoal.server.routes import PUBLIC_ROUTES
 from tests.fake_server import FakeServer, engine_saying, eventually, post
-from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, SECOND, SMUGGLING, raw_request, spoilt_json
+from tests.http_shapes import (
+    ADMIN_PATHS,
+    BODIES,
+    LAST,
+    SECOND,
+    SMUGGLING,
+    TARGETS,
+    raw_request,
+    request_for,
+    spoilt_json,
+)
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
 CASES = int(os.environ.get("SHOAL_FUZZ_CASES", 20_000))
@@ -88,6 +98,7 @@ def test_raw_http_of_any_shape_is_answered_or_refused(cases, server):
         assert not [s for s in found if s >= b"500" and s not in (b"503", b"504")], (data, answer)
 
     async def all_of_them():
+        await asyncio.gather(*(one(request_for(target)) for target in TARGETS))
         for start in range(0, cases, AT_ONCE):
             await asyncio.gather(*(one(raw_request(rng)) for _ in range(min(AT_ONCE, cases - start))))
 
