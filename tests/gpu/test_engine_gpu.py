@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import SamplingParams
-from shoal.engine.runner import decode_groups
+from shoal.engine.runner import decode_groups, start_up
 from shoal.engine.runner.steps import Steps
 from tests import tiny
 
@@ -218,7 +218,7 @@ def test_graphs_keep_no_memory_for_their_outputs(build):
     runner.drop_graphs()
     before = torch.cuda.memory_allocated()
     with torch.inference_mode():
-        runner._prepare_steps()
+        start_up.prepare_steps(runner)
     assert torch.cuda.memory_allocated() - before < max(sizes) < sum(sizes) / 4
 
 

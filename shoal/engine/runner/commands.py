@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 import numpy as np
 
 from shoal.engine.profile import RankProfile
+from shoal.engine.runner import start_up
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory
@@ -108,9 +109,9 @@ def bound_to(runner: ModelRunner) -> dict[str, Callable[..., Any]]:
 
 # The start
 
-COMPILE_AHEAD = _entry("compile_ahead", _itself, ModelRunner.compile_ahead)
-NUM_BLOCKS_THAT_FIT = _entry("num_blocks_that_fit", _itself, ModelRunner.num_blocks_that_fit)
-ALLOCATE = _entry("allocate", _itself, ModelRunner.allocate)
+COMPILE_AHEAD = _entry("compile_ahead", _itself, start_up.compile_ahead)
+NUM_BLOCKS_THAT_FIT = _entry("num_blocks_that_fit", _itself, start_up.num_blocks_that_fit)
+ALLOCATE = _entry("allocate", _itself, start_up.allocate)
 
 # Steps
 
@@ -167,7 +168,7 @@ KV_POLL = _entry("kv_poll", _kv, RankKv.poll)
 
 def measure_speed(runner: ModelRunner) -> tuple[float, float]:
     """Seconds to compute a token of a prompt, and to copy a KV block in."""
-    return runner.seconds_per_prompt_token(), runner.kv.measure_block()
+    return start_up.seconds_per_prompt_token(runner), runner.kv.measure_block()
 
 
 KV_MEASURE = _entry("kv_measure", _itself, measure_speed)

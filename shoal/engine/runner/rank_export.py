@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -38,6 +39,8 @@ from shoal.weights.loader import load_hollow_weights
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import checksums, weight_tensors
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # for the first byte, and beyond it for a read at
 SLOWEST = 50e6  # bytes a second; below, a disk is quicker
@@ -138,6 +141,27 @@ class RankExporter:
         """Ends the offer. A read under way fails, or finds wrong checksums. Safe to call twice."""
         while self._closes:
             self._closes.pop()()
+
+
+def take_export(
+    model: Decoder, files: CheckpointFiles, sealed: bytes, device: torch.device, rank: int
+) -> bool:
+    """Fills a new model with the weights of a RankExport, encoded. Returns False, and logs why, if that
+    fails."""
+    try:
+        done = read_export(model, files, decode(sealed, RankExport), device)
+    except CheckpointError as error:
+        logger.warning("rank %d reads the weights from files: %s", rank, error)
+        return False
+    except Exception:  # The files are there, whatever it is.
+        logger.exception("rank %d reads the weights from files", rank)
+        return False
+    rate = done.num_bytes / 1e9 / done.seconds
+    logger.info(
+        "rank %d has its weights from another worker, by %s: %.2f GB in %.2f s (%.1f GB/s)",
+        *(rank, done.way, done.num_bytes / 1e9, done.seconds, rate),
+    )
+    return True
 
 
 def read_export(

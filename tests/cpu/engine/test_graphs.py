@@ -153,6 +153,7 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal.attention.triton import TritonBackend
     from shoal.engine.runner import runner as runner_module
+    from shoal.engine.runner import start_up
     from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
     from shoal.engine.runner.steps import Steps
     from shoal.kernels import triton_ops
@@ -222,7 +223,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.Tensor.addmm_ = lambda self, *_, **__: self
     StepGraphs.capture = capture
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
-    runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
+    start_up.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
     runner_module.select_backends = lambda config, device, dtype, shapes, holding: {
         shape: TritonBackend(
@@ -247,14 +248,14 @@ def launched_variants(folder: Path, name: str) -> dict:
     take()
     num_blocks = len(runner.cache.blocks)
     runner.cache.allocate(1)
-    runner.compile_ahead()
+    start_up.compile_ahead(runner)
     ahead = take()
-    runner_module.compiling_ahead = lambda: nullcontext([])
-    runner.compile_ahead()
+    start_up.compiling_ahead = lambda: nullcontext([])
+    start_up.compile_ahead(runner)
     probed = take()
     runner.cache.allocate(num_blocks)
     with torch.inference_mode():
-        runner._prepare_steps()
+        start_up.prepare_steps(runner)
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
     runner.drop_graphs()  # eager steps, but none of fewer tokens than are ever captured
     rank.builder.mixed_shapes = ()

@@ -19,8 +19,8 @@ from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.offload.transfers import Done
+from shoal.engine.runner import start_up
 from shoal.engine.runner.rank_kv import RankKv
-from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, EngineDeadError
 from shoal.files.io_threads import Breaker
@@ -787,7 +787,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
 def test_a_prefix_is_fetched_only_where_that_is_quicker(is_quick, build, expected, monkeypatch):
     """No prompt here is long enough to change the estimate of prefill speed."""
     token_s, block_s = (1.0, 1e-6) if is_quick else (1e-9, 1.0)
-    monkeypatch.setattr(ModelRunner, "seconds_per_prompt_token", lambda self: token_s)
+    monkeypatch.setattr(start_up, "seconds_per_prompt_token", lambda runner: token_s)
     monkeypatch.setattr(RankKv, "measure_block", lambda self: block_s)
     llm = build(**SMALL | dict(kv_load_policy="cost", max_num_batched_tokens=2048), **HOST)
     one_by_one(llm, prompts())

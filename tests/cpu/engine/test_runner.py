@@ -12,6 +12,7 @@ from shoal.attention.triton import TritonBackend
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import runner as runner_module
+from shoal.engine.runner import start_up
 from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, MixedShape
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -43,7 +44,7 @@ class Rank:
         config = EngineConfig(model=str(folder), **defaults | options)
         self.config = resolve_config(config, files.config, quantized_bytes)
         self.runner = ModelRunner(self.config, files, TensorParallel.single())
-        self.runner.allocate(num_blocks)
+        start_up.allocate(self.runner, num_blocks)
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=self.config.block_size,
@@ -179,7 +180,7 @@ def test_rows_behind_the_last_decode_change_nothing(folder, rank):
 @torch.inference_mode()
 def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
     rank.runner.cache.blocks.fill_(7.0)
-    assert rank.runner.seconds_per_prompt_token() > 0
+    assert start_up.seconds_per_prompt_token(rank.runner) > 0
     rank.runner.steps.rehearse_eager(rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
     rank.runner.state.reset()
     assert (rank.runner.cache.blocks == 7.0).all()
@@ -431,7 +432,7 @@ def test_an_end_that_fails_in_one_part_ends_the_others(folder, tmp_path, monkeyp
     runner.kv.open_tiers(bytes(16), False)
     slab, ended = runner.kv.slab, []
     monkeypatch.setattr(runner.weights, "close", lambda: ended.append("weights"))
-    monkeypatch.setattr(runner._regions, "close", lambda: ended.append("regions"))
+    monkeypatch.setattr(runner.regions, "close", lambda: ended.append("regions"))
 
     def fails():
         raise OSError("the disk is gone")
