@@ -138,10 +138,10 @@ class Sums:
 
 def factory(rank: int, world_size: int, port: int, hidden: int) -> dict[str, Any]:
     """Arguments of a WorkerProcesses."""
-    from shoal.layers.parallel import TensorParallel
+    from shoal.engine.ranks.rendezvous import join
 
     torch.cuda.set_device(rank)
-    sums = Sums(TensorParallel.connect(rank, world_size, "cuda", port), hidden)
+    sums = Sums(join(rank, world_size, "cuda", port), hidden)
     return {name: getattr(sums, name) for name in dir(sums) if not name.startswith("_")}
 
 
@@ -149,8 +149,8 @@ class Group:
     """All ranks, rank 0 in this process. A context, which ends them."""
 
     def __init__(self, world_size: int, hidden: int) -> None:
+        from shoal.engine.ranks.rendezvous import Rendezvous
         from shoal.engine.ranks.workers import WorkerProcesses
-        from shoal.layers.parallel import Rendezvous
 
         torch.cuda.set_device(0)
         rendezvous = Rendezvous()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.engine.ranks.rendezvous import Rendezvous
 from shoal.engine.ranks.workers import WorkerProcesses
 from shoal.errors import EngineDeadError
-from shoal.layers.parallel import Rendezvous
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from toy_worker import collectives
 
+from shoal.engine.ranks.rendezvous import Rendezvous
 from shoal.engine.ranks.workers import WorkerProcesses
 from shoal.errors import CheckpointError, EngineDeadError, RequestError
-from shoal.layers.parallel import Rendezvous
 
 HERE = Path(__file__).parent
 # environment of scripts that are rank 0

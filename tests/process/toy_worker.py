@@ -80,12 +80,12 @@ class ParallelToy(Toy):
         # They take seconds to import; the tests that need none of it start in a fraction of that.
         import torch
 
-        from shoal.layers.parallel import TensorParallel
+        from shoal.engine.ranks.rendezvous import join
 
         super().__init__(rank, world_size)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        self.tp = TensorParallel.connect(rank, world_size, device, port)
+        self.tp = join(rank, world_size, device, port)
 
     def hold_the_line(self) -> None:
         """Stuck as in a collective whose peer is gone."""

@@ -16,13 +16,14 @@ import torch
 
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
+from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.engine.ranks.workers import Pending, WorkerProcesses
 from shoal.engine.runner import commands
 from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
-from shoal.layers.parallel import Rendezvous, TensorParallel
+from shoal.layers.parallel import TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
 
 Arguments = TypeVarTuple("Arguments")
@@ -242,7 +243,7 @@ def serve_rank(
         use_gpu(rank)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
-    tp = TensorParallel.connect(rank, world_size, resolved.device, port)
+    tp = join(rank, world_size, resolved.device, port)
     files = resolve(
         resolved.model, resolved.revision, resolved.download_dir, overrides=resolved.hf_overrides
     ).overridden(resolved.hf_overrides)

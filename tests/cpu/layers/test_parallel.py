@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.errors import CheckpointError, EngineDeadError
-from shoal.layers.parallel import Rendezvous, TensorParallel
+from shoal.layers.parallel import TensorParallel
 
 
 def ranks(size, rendezvous=None):
     rendezvous = rendezvous or Rendezvous()
-    others = [
-        lambda r=r: TensorParallel.connect(r, size, "cpu", rendezvous.port, timeout_s=20)
-        for r in range(1, size)
-    ]
+    others = [lambda r=r: join(r, size, "cpu", rendezvous.port, timeout_s=20) for r in range(1, size)]
     return together([lambda: rendezvous.connect(0, size, "cpu", timeout_s=20), *others])
 
 
@@ -92,7 +90,7 @@ def test_a_rank_without_a_rank_zero_gives_up_in_time():
     port = rendezvous.port
     del rendezvous
     with pytest.raises(EngineDeadError, match=f"rank 1 .* 127.0.0.1:{port}"):
-        TensorParallel.connect(1, 2, "cpu", port, timeout_s=0.5)
+        join(1, 2, "cpu", port, timeout_s=0.5)
 
 
 def test_what_the_watch_raises_ends_the_wait_for_the_others():
