@@ -10,6 +10,8 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.api import Request
+from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_part import Parts, StepPart
 from shoal.errors import EngineDeadError
@@ -120,6 +122,28 @@ def test_an_engine_with_everything_has_its_parts_in_the_documented_order(build):
         "Recorder",
         "BlockEvents",
     ]
+
+
+def test_tiers_order_their_copies_before_peers_write_and_offload_what_peers_have_released(build, monkeypatch):
+    llm = build(kv_host_bytes=4 << 20, kv_transfer_config={"kv_role": "kv_consumer"})
+    calls = []
+    for kind in (KvTiers, KvPeers):
+        for method in ("after_schedule", "tick"):
+            monkeypatch.setattr(kind, method, noted(kind, method, calls))
+    llm.generate([PROMPT], GREEDY)
+    llm.core.tick()
+    assert calls[:2] == ["KvTiers.after_schedule", "KvPeers.after_schedule"]
+    assert calls[-2:] == ["KvPeers.tick", "KvTiers.tick"]
+
+
+def noted(kind, method, calls):
+    before = getattr(kind, method)
+
+    def call(part, *args):
+        calls.append(f"{kind.__name__}.{method}")
+        return before(part, *args)
+
+    return call
 
 
 def test_an_engine_without_options_has_no_part_that_a_step_would_call_for_nothing(build):
