@@ -281,8 +281,8 @@ class SamplingParams:
 
     @property
     def needs_sampler_options(self) -> bool:
-        """True if these parameters need the logits outside of the captured step
-        (engine/runner/sampling.py)."""
+        """True if sampling needs more than the fields of a state row (engine/runner/whole_rows.py), or more
+        than tokens is returned."""
         return bool(
             self.has_penalties
             or self.logit_bias

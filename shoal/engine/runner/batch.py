@@ -304,7 +304,7 @@ class BatchBuilder:
         self.sampled_from = [SampledFrom.PARTS] * layout.num_rows
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
-        """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
+        """The packed step, and the sampler's options. `graph_size`: how many rows the step is padded to if
         every sequence decodes; rows after the last decode become -1."""
         addresses: list[int] = []
         values: list[int] = []

@@ -70,7 +70,7 @@ class StepResult:
     done: torch.cuda.Event | None  # None: the step has run
     logprobs: LogprobTensors | None  # a row for each of `tokens`, sample after sample
     prompt_logprobs: LogprobTensors | None
-    embeddings: torch.Tensor | None  # float32 [extras.embeds, D]
+    embeddings: torch.Tensor | None  # float32 [options.embeds, D]
 
     @property
     def queries(self) -> int:

@@ -25,7 +25,7 @@ from shoal.engine.runner.graphs import StepGraphs
 from shoal.engine.runner.small_ops import few_threads, upload
 from shoal.engine.runner.step_buffers import Copy
 from shoal.kernels.ops import Ops
-from shoal.kernels.sampling.row_options import RowOptions
+from shoal.kernels.sampling.row_options import Option, RowOptions
 from shoal.kernels.state import Field
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
@@ -69,9 +69,10 @@ class WholeRowSampler:
         self.device = state.flat.device
         num_rows, most = state.table.shape[0], sizes[-1]
         with torch.device(self.device):
+            fields_RO = torch.zeros(num_rows, len(Option), dtype=torch.int32)
             addresses_R = torch.zeros(num_rows, dtype=torch.int64)
             history = torch.zeros(1, block_size, dtype=torch.int32)
-            self.options = RowOptions(addresses_R, state.block_tables[0], history)
+            self.options = RowOptions(fields_RO, addresses_R, state.block_tables[0], history)
             # What a captured chunk reads and writes. There is no chunk before a step brings one.
             self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
             self.tokens_K = torch.zeros(most, dtype=torch.int32)

@@ -9,25 +9,22 @@ import triton.language as tl
 
 from shoal.kernels.rounding import cdiv
 from shoal.kernels.sampling.row_options import Option, RowOptions
-from shoal.kernels.sampling.row_options_triton import count_ids, record_at
+from shoal.kernels.sampling.row_options_triton import count_ids, load_list
 
 ALLOWED_START = tl.constexpr(Option.ALLOWED_START.value)
-ALLOWED_COUNT = tl.constexpr(Option.ALLOWED_COUNT.value)
 TILE = tl.constexpr(2048)  # tokens of the vocabulary that a program has
 CHUNK = tl.constexpr(1024)  # ids of the list that it looks at at once
 
 
 @triton.jit
-def _keep_allowed_kernel(logits_ptr, rows_ptr, addresses_ptr, logits_stride, V: tl.constexpr):
+def _keep_allowed_kernel(logits_ptr, rows_ptr, fields_ptr, addresses_ptr, logits_stride, V: tl.constexpr):
     k = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + k)
     if row < 0:
         return
-    record_ptr = record_at(addresses_ptr, row)
-    count = tl.load(record_ptr + ALLOWED_COUNT)
+    ids_ptr, count = load_list(fields_ptr, addresses_ptr, row, ALLOWED_START)
     if count == 0:
         return
-    ids_ptr = record_ptr + tl.load(record_ptr + ALLOWED_START)
     first = tl.program_id(0) * TILE
     counts = tl.zeros((TILE,), tl.int32)
     for start in range(0, count, CHUNK):
@@ -41,5 +38,11 @@ def keep_allowed(logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOpti
     assert logits_KV.dtype == torch.float32 and logits_KV.stride(1) == 1
     num_rows, vocab_size = logits_KV.shape
     _keep_allowed_kernel[(cdiv(vocab_size, TILE.value), num_rows)](
-        logits_KV, rows_K, options.addresses_R, logits_KV.stride(0), V=vocab_size, num_warps=4
+        logits_KV,
+        rows_K,
+        options.fields_RO,
+        options.addresses_R,
+        logits_KV.stride(0),
+        V=vocab_size,
+        num_warps=4,
     )

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.sampling.row_options import Option, RowOptions
-from shoal.kernels.sampling.row_options_triton import NUM_PROMPT, ban_ids, record_at, token_ptrs
+from shoal.kernels.sampling.row_options_triton import NUM_PROMPT, ban_ids, load_list, load_option, token_ptrs
 
-WORDS_START, WORDS_COUNT = tl.constexpr(Option.WORDS_START.value), tl.constexpr(Option.WORDS_COUNT.value)
+WORDS_START = tl.constexpr(Option.WORDS_START.value)
 CHUNK = tl.constexpr(128)  # words at once
 
 
@@ -18,6 +18,7 @@ def _ban_words_kernel(
     logits_ptr,
     rows_ptr,
     positions_ptr,
+    fields_ptr,
     addresses_ptr,
     block_tables_ptr,
     history_ptr,
@@ -30,11 +31,9 @@ def _ban_words_kernel(
     row = tl.load(rows_ptr + k).to(tl.int64)
     if row < 0:
         return
-    record_ptr = record_at(addresses_ptr, row)
-    count, num_prompt = tl.load(record_ptr + WORDS_COUNT), tl.load(record_ptr + NUM_PROMPT)
-    end = tl.load(positions_ptr + k) + 1
+    ends_ptr, count = load_list(fields_ptr, addresses_ptr, row, WORDS_START)
+    num_prompt, end = load_option(fields_ptr, row, NUM_PROMPT), tl.load(positions_ptr + k) + 1
     table_ptr = block_tables_ptr + row * tables_stride
-    ends_ptr = record_ptr + tl.load(record_ptr + WORDS_START)
     words_ptr = ends_ptr + count
     for first in range(0, count, CHUNK):
         i = first + tl.arange(0, CHUNK)
@@ -62,6 +61,7 @@ def ban_words(
         logits_KV,
         rows_K,
         positions_K,
+        options.fields_RO,
         options.addresses_R,
         options.block_tables_RM,
         options.history,

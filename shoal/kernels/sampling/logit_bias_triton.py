@@ -7,21 +7,19 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.sampling.row_options import Option, RowOptions
-from shoal.kernels.sampling.row_options_triton import record_at
+from shoal.kernels.sampling.row_options_triton import load_list
 
-BIAS_START, BIAS_COUNT = tl.constexpr(Option.BIAS_START.value), tl.constexpr(Option.BIAS_COUNT.value)
+BIAS_START = tl.constexpr(Option.BIAS_START.value)
 CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
-def _add_bias_kernel(logits_ptr, rows_ptr, addresses_ptr, logits_stride, V: tl.constexpr):
+def _add_bias_kernel(logits_ptr, rows_ptr, fields_ptr, addresses_ptr, logits_stride, V: tl.constexpr):
     k = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + k)
     if row < 0:
         return
-    record_ptr = record_at(addresses_ptr, row)
-    count = tl.load(record_ptr + BIAS_COUNT)
-    ids_ptr = record_ptr + tl.load(record_ptr + BIAS_START)
+    ids_ptr, count = load_list(fields_ptr, addresses_ptr, row, BIAS_START)
     row_ptr = logits_ptr + k * logits_stride
     for start in range(0, count, CHUNK):  # No id comes twice.
         i = start + tl.arange(0, CHUNK)
@@ -35,5 +33,11 @@ def add_bias(logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOptions)
     assert logits_KV.dtype == torch.float32 and logits_KV.stride(1) == 1
     num_rows, vocab_size = logits_KV.shape
     _add_bias_kernel[(num_rows,)](
-        logits_KV, rows_K, options.addresses_R, logits_KV.stride(0), V=vocab_size, num_warps=4
+        logits_KV,
+        rows_K,
+        options.fields_RO,
+        options.addresses_R,
+        logits_KV.stride(0),
+        V=vocab_size,
+        num_warps=4,
     )

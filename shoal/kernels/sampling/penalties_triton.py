@@ -12,7 +12,13 @@ import triton.language as tl
 
 from shoal.kernels.rounding import cdiv
 from shoal.kernels.sampling.row_options import Option, RowOptions
-from shoal.kernels.sampling.row_options_triton import NUM_PROMPT, count_ids, load_float, record_at, token_ptrs
+from shoal.kernels.sampling.row_options_triton import (
+    NUM_PROMPT,
+    count_ids,
+    load_float,
+    load_option,
+    token_ptrs,
+)
 
 REPETITION, PRESENCE = tl.constexpr(Option.REPETITION.value), tl.constexpr(Option.PRESENCE.value)
 FREQUENCY = tl.constexpr(Option.FREQUENCY.value)
@@ -38,7 +44,7 @@ def _penalize_kernel(
     logits_ptr,
     rows_ptr,
     positions_ptr,
-    addresses_ptr,
+    fields_ptr,
     block_tables_ptr,
     history_ptr,
     logits_stride,
@@ -50,12 +56,12 @@ def _penalize_kernel(
     row = tl.load(rows_ptr + k).to(tl.int64)
     if row < 0:
         return
-    record_ptr = record_at(addresses_ptr, row)
-    repetition = load_float(record_ptr + REPETITION)
-    presence, frequency = load_float(record_ptr + PRESENCE), load_float(record_ptr + FREQUENCY)
+    repetition = load_float(fields_ptr, row, REPETITION)
+    presence = load_float(fields_ptr, row, PRESENCE)
+    frequency = load_float(fields_ptr, row, FREQUENCY)
     if (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0):
         return
-    num_prompt, end = tl.load(record_ptr + NUM_PROMPT), tl.load(positions_ptr + k) + 1
+    num_prompt, end = load_option(fields_ptr, row, NUM_PROMPT), tl.load(positions_ptr + k) + 1
     table_ptr = block_tables_ptr + row * tables_stride
     first = tl.program_id(0) * TILE
     in_prompt = tl.zeros((TILE,), tl.int32)
@@ -81,7 +87,7 @@ def penalize(
         logits_KV,
         rows_K,
         positions_K,
-        options.addresses_R,
+        options.fields_RO,
         options.block_tables_RM,
         options.history,
         logits_KV.stride(0),

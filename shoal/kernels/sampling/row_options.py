@@ -2,13 +2,14 @@
 Each option has a pair of files here, `penalties.py` and so on: the meaning in PyTorch, and a Triton kernel.
 
 A row with options has a record, an int32 tensor that is made when the sequence gets its row: the columns of
-`Option`, then the lists that they point to. Floats are stored as their bits. The device changes LAST alone.
+`Option`, then the lists that they point to. Floats are stored as their bits. The columns of all rows are
+copied into one table, where the device changes LAST.
 
 The tokens of such a row lie in `history`, one int32 for each token of the KV cache, under the sequence's own
 block table. So they have room wherever the KV has, sequences that share blocks share their tokens, and
 penalties need no counts, [rows, vocabulary], which would take hundreds of megabytes.
 
-K rows that are sampled together · V vocabulary · R state rows · M blocks of a sequence.
+K rows that are sampled together · V vocabulary · R state rows · O columns of Option · M blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 
 class Option(IntEnum):
-    """Columns of a record. A list is START, where it begins in the record, and COUNT."""
+    """Columns of the table of options. A list is START, where it begins in the record, and COUNT."""
 
     REPETITION = 0  # float32; 1: off
     PRESENCE = 1  # float32; 0: off
@@ -74,8 +75,9 @@ def pack_record(
 
 @dataclass(slots=True)
 class RowOptions:
-    """The records of the rows and their tokens, on the device."""
+    """The options of the rows and their tokens, on the device. The last row is nobody's."""
 
+    fields_RO: torch.Tensor  # int32; may be of an earlier sequence where a row has no options
     addresses_R: torch.Tensor  # int64: where each row's record is
     block_tables_RM: torch.Tensor
     history: torch.Tensor  # int32 [blocks, block size]
@@ -84,6 +86,7 @@ class RowOptions:
     def start(self, row: int, record: torch.Tensor) -> None:
         """Gives a row its record. What is in flight on the device may still read the one before."""
         self.records[row] = record
+        self.fields_RO[row].copy_(record[: len(Option)])
         self.addresses_R[row].fill_(record.data_ptr())
 
     def write_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -94,7 +97,7 @@ class RowOptions:
         """Yields k, row and options of each of these rows but padding (-1)."""
         for k, row in enumerate(rows_K.tolist()):
             if row >= 0:
-                yield k, row, OptionsOfRow(self.records[row])
+                yield k, row, OptionsOfRow(self.fields_RO[row], self.records[row])
 
     def tokens(self, row: int, end: int) -> torch.Tensor:
         """Returns the row's first `end` tokens, int32."""
@@ -104,15 +107,15 @@ class RowOptions:
 
 
 class OptionsOfRow:
-    """Reads one record."""
+    """Reads the options of one row."""
 
-    def __init__(self, record: torch.Tensor) -> None:
-        self.record = record
-        self.fields = record[: len(Option)].tolist()
+    def __init__(self, fields_O: torch.Tensor, record: torch.Tensor) -> None:
+        self.fields_O, self.record = fields_O, record
+        self.fields = fields_O.tolist()
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        repetition, presence, frequency = self.record[: Option.NUM_PROMPT].view(torch.float32).tolist()
+        repetition, presence, frequency = self.fields_O[: Option.NUM_PROMPT].view(torch.float32).tolist()
         return repetition, presence, frequency
 
     def ids(self, start: Option) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Functions that the kernels of row options share: a row's record, its tokens, and counting tokens in a tile
-of the vocabulary. row_options.py has the layout.
+"""Functions that the kernels of row options share: a row's fields and lists, its tokens, and counting tokens
+in a tile of the vocabulary. row_options.py has the layout.
 
 All these kernels are ordinary launches (pdl.py): they change logits in place, one after the other. A kernel
 gets K rows, and a program of a row without the option returns at once.
@@ -14,17 +14,24 @@ from shoal.kernels.sampling.row_options import Option
 
 LAST, READS_HISTORY = tl.constexpr(Option.LAST.value), tl.constexpr(Option.READS_HISTORY.value)
 NUM_PROMPT = tl.constexpr(Option.NUM_PROMPT.value)
+NUM_OPTIONS = tl.constexpr(len(Option))
 
 
 @triton.jit
-def record_at(addresses_ptr, row):
-    """Returns a pointer to the record of a row that has one."""
-    return tl.load(addresses_ptr + row).to(tl.pointer_type(tl.int32))
+def load_option(fields_ptr, row, OPTION: tl.constexpr):
+    return tl.load(fields_ptr + row * NUM_OPTIONS + OPTION)
 
 
 @triton.jit
-def load_float(ptr):
-    return tl.load(ptr).to(tl.float32, bitcast=True)
+def load_list(fields_ptr, addresses_ptr, row, START: tl.constexpr):
+    """Returns a pointer to a list of a row that has options, and the list's COUNT."""
+    record_ptr = tl.load(addresses_ptr + row).to(tl.pointer_type(tl.int32))
+    return record_ptr + load_option(fields_ptr, row, START), load_option(fields_ptr, row, START + 1)
+
+
+@triton.jit
+def load_float(fields_ptr, row, OPTION: tl.constexpr):
+    return load_option(fields_ptr, row, OPTION).to(tl.float32, bitcast=True)
 
 
 @triton.jit

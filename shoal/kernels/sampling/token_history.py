@@ -1,7 +1,7 @@
 """The tokens of rows with options, before and after a sample (row_options.py).
 
 The token at a position is stored when the position's KV has been computed, as only then the row surely has a
-block for it. Until then it waits in the row's record, as LAST.
+block for it. Until then it waits among the row's options, as LAST.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def remember_last(rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowO
     for k, row, one in options.rows(rows_K):
         if one.fields[Option.READS_HISTORY]:
             block = options.block_tables_RM[row, positions[k] // size]
-            options.history[block, positions[k] % size] = one.record[Option.LAST]
+            options.history[block, positions[k] % size] = one.fields[Option.LAST]
 
 
 def set_last(
@@ -36,5 +36,4 @@ def set_last(
     """sampled[samples[k]] = tokens[k], but for padding (-1), and each row's LAST is its token."""
     there_K = samples_K >= 0
     sampled_S[samples_K[there_K].long()] = tokens_K[there_K]
-    for k, _, one in options.rows(rows_K):
-        one.record[Option.LAST] = tokens_K[k]
+    options.fields_RO[:, Option.LAST][rows_K[rows_K >= 0].long()] = tokens_K[rows_K >= 0]

@@ -8,10 +8,15 @@ import triton.language as tl
 
 from shoal.kernels.rounding import cdiv
 from shoal.kernels.sampling.row_options import RowOptions
-from shoal.kernels.sampling.row_options_triton import LAST, READS_HISTORY, record_at, token_ptrs
+from shoal.kernels.sampling.row_options_triton import (
+    LAST,
+    NUM_OPTIONS,
+    READS_HISTORY,
+    load_option,
+    token_ptrs,
+)
 
 WIDE = tl.constexpr(4096)  # columns that a program takes
-MOST_ROWS = 64  # rows of one call
 
 
 @triton.jit
@@ -37,7 +42,7 @@ def take_rows(logits_SV: torch.Tensor, samples_K: torch.Tensor, out_KV: torch.Te
 def _remember_last_kernel(
     rows_ptr,
     positions_ptr,
-    addresses_ptr,
+    fields_ptr,
     block_tables_ptr,
     history_ptr,
     tables_stride,
@@ -47,18 +52,17 @@ def _remember_last_kernel(
     row = tl.load(rows_ptr + k).to(tl.int64)
     if row < 0:
         return
-    record_ptr = record_at(addresses_ptr, row)
-    if tl.load(record_ptr + READS_HISTORY) != 0:
+    if load_option(fields_ptr, row, READS_HISTORY) != 0:
         table_ptr = block_tables_ptr + row * tables_stride
         ptr = token_ptrs(history_ptr, table_ptr, tl.load(positions_ptr + k), True, BLOCK_SIZE)
-        tl.store(ptr, tl.load(record_ptr + LAST))
+        tl.store(ptr, load_option(fields_ptr, row, LAST))
 
 
 def remember_last(rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions) -> None:
     _remember_last_kernel[(rows_K.shape[0],)](
         rows_K,
         positions_K,
-        options.addresses_R,
+        options.fields_RO,
         options.block_tables_RM,
         options.history,
         options.block_tables_RM.stride(0),
@@ -67,17 +71,13 @@ def remember_last(rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowO
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _set_last_kernel(
-    samples_ptr, rows_ptr, tokens_ptr, sampled_ptr, addresses_ptr, num_rows, BLOCK: tl.constexpr
-):
-    k = tl.arange(0, BLOCK)
-    sample = tl.load(samples_ptr + k, mask=k < num_rows, other=-1)
-    row = tl.load(rows_ptr + k, mask=k < num_rows, other=-1)
-    token = tl.load(tokens_ptr + k, mask=k < num_rows, other=0)
+@triton.jit
+def _set_last_kernel(samples_ptr, rows_ptr, tokens_ptr, sampled_ptr, fields_ptr):
+    k = tl.program_id(0)
+    sample, row = tl.load(samples_ptr + k), tl.load(rows_ptr + k)
+    token = tl.load(tokens_ptr + k)
     tl.store(sampled_ptr + sample, token, mask=sample >= 0)
-    address = tl.load(addresses_ptr + row, mask=row >= 0, other=0)
-    tl.store(address.to(tl.pointer_type(tl.int32)) + LAST, token, mask=row >= 0)
+    tl.store(fields_ptr + row * NUM_OPTIONS + LAST, token, mask=row >= 0)
 
 
 def set_last(
@@ -87,8 +87,6 @@ def set_last(
     sampled_S: torch.Tensor,
     options: RowOptions,
 ) -> None:
-    num_rows = rows_K.shape[0]
-    assert num_rows <= MOST_ROWS
-    _set_last_kernel[(1,)](
-        samples_K, rows_K, tokens_K, sampled_S, options.addresses_R, num_rows, BLOCK=MOST_ROWS, num_warps=1
+    _set_last_kernel[(rows_K.shape[0],)](
+        samples_K, rows_K, tokens_K, sampled_S, options.fields_RO, num_warps=1
     )

@@ -16,7 +16,7 @@ from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
-from shoal.kernels.sampling.row_options import RowOptions
+from shoal.kernels.sampling.row_options import Option, RowOptions
 from shoal.kernels.state import StateLayout
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -121,7 +121,8 @@ for case in (
 def _row_options(num_rows: int, vocab_size: int, dtype: torch.dtype, block_size: int) -> None:
     layout, ints = StateLayout(num_rows, 20), _ints(num_rows)
     tables, history = layout.block_tables(_ints(layout.size)), _ints(9, block_size)
-    options = RowOptions(torch.zeros(num_rows, dtype=torch.int64), tables, history)
+    fields, addresses = _ints(num_rows + 1, len(Option)), torch.zeros(num_rows + 1, dtype=torch.int64)
+    options = RowOptions(fields, addresses, tables, history)
     logits = torch.zeros(num_rows, vocab_size)
     triton_ops.take_rows(torch.zeros(num_rows, vocab_size, dtype=dtype), ints, logits)
     triton_ops.remember_last(ints, ints, options)

@@ -30,8 +30,9 @@ class Rows:
         self.tables = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32, device=device))
         self.free = random.Random(seed).sample(range(3000), 3000)
         history = torch.ones(3000, BLOCK_SIZE, dtype=torch.int32, device=device)
-        addresses = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
-        self.options, self.device = RowOptions(addresses, self.tables, history), device
+        fields = torch.zeros(NUM_ROWS + 1, len(Option), dtype=torch.int32, device=device)
+        addresses = torch.zeros(NUM_ROWS + 1, dtype=torch.int64, device=device)
+        self.options, self.device = RowOptions(fields, addresses, self.tables, history), device
 
     def add(self, row: int, tokens: list[int], **changes) -> None:
         blocks = torch.tensor([self.free.pop() for _ in range(-(-(len(tokens) + 1) // BLOCK_SIZE))])
@@ -165,7 +166,7 @@ def test_many_bad_words_are_all_compared(ops) -> None:
 
 @by_each
 def test_a_sampled_token_counts_once_its_position_is_computed(ops) -> None:
-    """LAST waits in the record, because the position of a new token may have no block yet."""
+    """LAST waits among the options, because the position of a new token may have no block yet."""
     rows, sampled = Rows(), torch.zeros(7, dtype=torch.int32)
     rows.add(1, [5, 6, 7], penalties=(1.0, 1.0, 0.0), num_prompt=3)
     rows.add(2, [5, 6, 7])
@@ -179,7 +180,7 @@ def test_a_sampled_token_counts_once_its_position_is_computed(ops) -> None:
             rows.tables[1, 1] = rows.free.pop()  # the block of position 4, which came with the step
         assert sampled.tolist() == [4, 0, 0, token, 0, 0, 0]
     assert rows.options.tokens(1, 5).tolist() == [5, 6, 7, 11, 12]
-    assert rows.options.records[1][Option.LAST] == 11
+    assert rows.options.fields_RO[1, Option.LAST] == 11
 
 
 @by_each
