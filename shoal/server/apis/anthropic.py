@@ -12,7 +12,7 @@ from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.apis.params import filled, spare_grammar
 from shoal.server.apis.parts import readable
-from shoal.server.apis.protocol import MinusOneOrMore, Seconds, Words
+from shoal.server.apis.protocol import Count, MinusOneOrMore, Seconds, Words
 from shoal.server.apis.shapes import AnthropicErrorResponse
 from shoal.server.apis.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
@@ -63,7 +63,7 @@ class AnthropicToolChoice(Struct, kw_only=True):
 
 class ThinkingOption(Struct, kw_only=True):
     type: str  # "disabled", or one of THINKING
-    budget_tokens: int | None = None  # not enforced: max_tokens is
+    budget_tokens: Count | None = None  # the most tokens of thinking
 
 
 class OutputFormat(Struct, kw_only=True):
@@ -148,9 +148,11 @@ async def create_message(exchange: Exchange) -> None:
     plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     spare_grammar(params, None)
     prompt = await _prompt(exchange, request, model, plan, params)
-    parser = AnswerFormat(
+    form = AnswerFormat(
         plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-    ).parser(is_whole=not request.stream)
+    )
+    prompt.budget = form.budget(_budget(request), model.loaded.tokenizer)
+    parser = form.parser(is_whole=not request.stream)
     writer = MessageWriter(request.model or model.name, len(prompt.token_ids))
     async with exchange.generate(
         model,
@@ -404,9 +406,14 @@ async def _prompt(
         messages,
         tools=plan.tools,
         continue_final_message=begun,
-        thinking=Thinking(is_on=thinks, effort=effort),
+        thinking=Thinking(is_on=thinks, effort=effort, budget=_budget(request)),
         needs_tools=not plan.is_enforced,
     )
+
+
+def _budget(request: CountTokensRequest) -> int | None:
+    thinking = request.thinking
+    return None if thinking is None or thinking.type == "disabled" else thinking.budget_tokens
 
 
 def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str, Any]]:

@@ -111,6 +111,8 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
             plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
         )
     )
+    if form is not None:
+        prompt.budget = form.budget(request.thinking_token_budget, model.loaded.tokenizer)
     return Conversation(request, model, params, prompt, form)
 
 
@@ -248,7 +250,7 @@ async def _prompt(
         add_special_tokens=request.add_special_tokens,
         documents=request.documents,
         variables=request.chat_template_kwargs,
-        thinking=thinking_of(request.reasoning_effort, params),
+        thinking=thinking_of(request.reasoning_effort, params, request.thinking_token_budget),
         must_fit=request.truncate_prompt_tokens is None,
         needs_tools=not plan.is_enforced,
     )

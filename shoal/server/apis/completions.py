@@ -29,10 +29,13 @@ from shoal.server.apis.response_shapes import (
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import DONE, Exchange
 from shoal.server.served.generation import Generation
-from shoal.server.served.model import ServedModel
+from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
+from shoal.text.formats.registry import THOUGHTS_BY_NAME
+from shoal.text.thinking_budget import ThinkingBudget
 
 DEFAULT_MAX_TOKENS = 16
+TAIL = 4096  # last tokens of a prompt in which unfinished reasoning is found
 
 
 async def _generation_of(exchange: Exchange, request: CompletionRequest, model: ServedModel) -> Generation:
@@ -73,6 +76,9 @@ async def _generation_of(exchange: Exchange, request: CompletionRequest, model: 
         prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None,
     )
     spare_grammar(params, request.repetition_penalty)
+    if params.structured_outputs is None and request.max_tokens != 0:
+        for prompt in prompts:
+            prompt.budget = _budget(model, prompt, request.thinking_token_budget)
     return exchange.generate(
         model,
         prompts,
@@ -85,6 +91,16 @@ async def _generation_of(exchange: Exchange, request: CompletionRequest, model: 
         timeout=request.timeout,
         cuts_max_tokens=fills,
     )
+
+
+def _budget(model: ServedModel, prompt: Prompt, limit: int | None) -> ThinkingBudget | None:
+    thoughts, tokenizer = THOUGHTS_BY_NAME.get(model.loaded.reasoning_parser), model.loaded.tokenizer
+    if limit is None or limit < 0 or thoughts is None or tokenizer is None:
+        return None
+    text = prompt.text
+    if text is None:
+        text = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False)
+    return ThinkingBudget.of(limit, thoughts, thoughts.start_of(text), tokenizer)
 
 
 async def create_completion(exchange: Exchange) -> None:

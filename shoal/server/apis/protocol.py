@@ -120,6 +120,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     timeout: Seconds | None = None
     user: str | None = None
+    thinking_token_budget: MinusOneOrMore | None = None  # most tokens of reasoning; -1: no limit
 
 
 class TextFields(GenerationFields, kw_only=True):

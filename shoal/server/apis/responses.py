@@ -206,9 +206,11 @@ async def create_response(exchange: Exchange) -> None:
         exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
     # Log-probabilities belong to items, so the answer is read as it comes.
     is_whole = not request.stream and params.logprobs is None
-    parser = AnswerFormat(
+    form = AnswerFormat(
         plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-    ).parser(is_whole=is_whole)
+    )
+    prompt.budget = form.budget(request.thinking_token_budget, model.loaded.tokenizer)
+    parser = form.parser(is_whole=is_whole)
     by_ids = exchange.context.config.return_tokens_as_token_ids
     shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=by_ids)
     is_kept = exchange.context.responses.max_bytes > 0 and request.store is not False
@@ -271,7 +273,10 @@ async def _prepared(
     effort = request.reasoning.effort if request.reasoning is not None else None
     messages = _messages(exchange, request)
     prompt = await model.chat_prompt(
-        messages, tools=plan.tools, thinking=thinking_of(effort, params), needs_tools=not plan.is_enforced
+        messages,
+        tools=plan.tools,
+        thinking=thinking_of(effort, params, request.thinking_token_budget),
+        needs_tools=not plan.is_enforced,
     )
     return plan, params, prompt
 

@@ -36,6 +36,8 @@ from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import Start
 from shoal.text.thinking import Thinking
+from shoal.text.thinking_budget import ThinkingBudget
+from shoal.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +271,14 @@ class AnswerFormat:
             thoughts=thoughts,
             start=Start.UNKNOWN if thoughts is None else thoughts.start_of(prompt),
         )
+
+    def budget(self, limit: int | None, tokenizer: Tokenizer | None) -> ThinkingBudget | None:
+        """Returns the budget of `limit` tokens for the answers' reasoning. None: no limit, or no
+        reasoning."""
+        thoughts = self._expected.thoughts
+        if limit is None or limit < 0 or thoughts is None or tokenizer is None:
+            return None
+        return ThinkingBudget.of(limit, thoughts, self._expected.start, tokenizer)
 
     def parser(self, is_whole: bool) -> AnswerParser:
         """Returns a new parser for one answer, whose text comes whole or as a stream."""

@@ -134,7 +134,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         """Yields all deltas that are ready, at least one. The engine merges outputs while nothing reads."""
-        self._streams = [self.model.engine.generate(running.request) for running in self._running]
+        self._streams = [self._stream(i, running.request) for i, running in enumerate(self._running)]
         if len(self._running) == 1:
             async for delta in self._deltas(0):
                 yield [delta]
@@ -190,6 +190,8 @@ class Generation:
     async def warm(self) -> str | None:
         """Puts the prompt into the prefix cache, and returns the finish reason. The one token that the
         engine generates is not counted."""
+        for prompt in self.prompts:
+            prompt.budget = None  # an end of reasoning that is due at once would leave nothing to generate
         [whole] = await self.collect()
         self.usage.completion_tokens = 0
         return whole.finish_reason
@@ -219,6 +221,10 @@ class Generation:
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
         """The prompt log-probabilities of each answer, after its first token."""
         return [running.answer.prompt_logprobs for running in self._running]
+
+    def _stream(self, i: int, request: Request) -> AsyncGenerator[Output, None]:
+        engine, budget = self.model.engine, self.prompts[i // self.params.n].budget
+        return engine.generate(request) if budget is None else budget.generate(engine.generate, request)
 
     async def _deltas(self, i: int) -> AsyncIterator[Delta]:
         """Yields one answer's deltas up to its end."""

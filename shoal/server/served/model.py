@@ -24,6 +24,7 @@ from shoal.stats import SleepState, Stats
 from shoal.telemetry.metrics import ModelMetrics
 from shoal.text.request_builder import RequestBuilder
 from shoal.text.thinking import UNSPECIFIED, Thinking
+from shoal.text.thinking_budget import ThinkingBudget
 from shoal.text.tokenizer import LONG_TEXT, Tokenizer
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ PATIENCE_SECONDS = 5.0
 class Prompt:
     token_ids: list[int]
     text: str | None = None
+    budget: ThinkingBudget | None = None  # the bound of reasoning in its answers
 
 
 @dataclass(frozen=True, eq=False)

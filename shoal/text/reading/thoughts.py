@@ -33,7 +33,8 @@ class Thoughts:
     """The marks around reasoning.
 
     name: vLLM's name of its parser. signs: texts of chat templates with these marks. anywhere: reasoning may
-    begin later than the answer does, because no words contain the marks.
+    begin later than the answer does, because no words contain the marks. forced: the text that a budget
+    appends to end reasoning, so that the answer comes next; "": `close`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Thoughts:
     close: str
     signs: tuple[str, ...]
     anywhere: bool = False
+    forced: str = ""
 
     def start_of(self, prompt: str) -> Start:
         """Returns where an answer to this prompt begins."""
@@ -63,7 +65,16 @@ class Thoughts:
 THINK = Thoughts("qwen3", "<think>", "</think>", ("<think>", "</think>"))
 BRACKETS = Thoughts("mistral", "[THINK]", "[/THINK]", ("[THINK]",), anywhere=True)
 CHANNEL = Thoughts("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",), anywhere=True)
-HARMONY = Thoughts("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", ())
-TO_SELF = Thoughts("muse_glimmer", " to=self<|message|>", "<|eom|>", ())
+HARMONY = Thoughts(
+    "openai_gptoss",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    (),
+    anywhere=True,
+    forced="<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+TO_SELF = Thoughts(
+    "muse_glimmer", " to=self<|message|>", "<|eom|>", (), anywhere=True, forced="<|eom|><|start|>assistant"
+)
 # In this order, as templates of the first ones may speak of <think>.
 THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK)

@@ -1,4 +1,4 @@
-"""What requests say about thinking reaches the chat template of each family in its own variables and words."""
+"""The wishes of a request about thinking reach the chat template of each family in its own variables and words."""
 
 from __future__ import annotations
 

@@ -1,0 +1,157 @@
+"""`ThinkingBudget`: ends reasoning after a number of tokens. The request is aborted there and continued with
+the end of reasoning appended, so that any engine can do it; its outputs are those of one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.api import FinishReason, Logprob, Output, Request
+from shoal.text.reading.thoughts import Start, Thoughts
+from shoal.text.request_builder import copy_params
+from shoal.text.tokenizer import Tokenizer
+
+SPACE = b" \t\r\n"
+CERTAIN = 0.0  # the log-probability of a token that nothing else could be
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of reasoning in an answer, and the marks around it.
+
+    start: the place where the answer begins. end_ids: the tokens that end reasoning.
+    """
+
+    limit: int
+    thoughts: Thoughts
+    start: Start
+    end_ids: tuple[int, ...]
+    token_bytes: Mapping[int, bytes]
+
+    @classmethod
+    def of(cls, limit: int, thoughts: Thoughts, start: Start, tokenizer: Tokenizer) -> ThinkingBudget:
+        end_ids = tokenizer.encode(thoughts.forced or thoughts.close, add_special_tokens=False)
+        return cls(limit, thoughts, start, tuple(end_ids), tokenizer.token_bytes)
+
+    async def generate(
+        self, engine_generate: Callable[[Request], AsyncGenerator[Output, None]], request: Request
+    ) -> AsyncGenerator[Output, None]:
+        """Yields the outputs of the request within the budget. Closing it early aborts the request."""
+        counter = ThoughtCounter(self)
+        answer = list(request.output_token_ids)
+        current, number, is_first = request, 0, True
+        while True:
+            if counter.is_spent:
+                end = self._end(request, answer)
+                counter.close()
+                answer += end.token_ids
+                yield end
+                if end.finish_reason is not None:
+                    return
+                number += 1
+                current = _continuation(request, answer, number, has_run=not is_first)
+            async with contextlib.aclosing(engine_generate(current)) as outputs:
+                async for output in outputs:
+                    output = _cut(output, counter.push(output.token_ids))
+                    if not is_first:  # the first request has reported its own
+                        output.num_cached_tokens, output.spans = 0, None
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+                    answer += output.token_ids
+                    if counter.is_spent:
+                        break
+                else:
+                    return
+            is_first = False
+
+    def _end(self, request: Request, answer: Sequence[int]) -> Output:
+        """Returns the tokens that end reasoning, as far as max_tokens allows."""
+        ids, finish = list(self.end_ids), None
+        if (most := request.params.max_tokens) is not None and len(answer) + len(ids) >= most:
+            ids, finish = ids[: most - len(answer)], FinishReason.LENGTH
+        logprobs = None if request.params.logprobs is None else [{i: Logprob(CERTAIN, 1)} for i in ids]
+        return Output(request.request_id, ids, logprobs, finish_reason=finish)
+
+
+class ThoughtCounter:
+    """Counts the tokens of reasoning in an answer. It looks for the marks in the tokens' bytes, as a mark may
+    be one token or be spelled by several."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._left, self._token_bytes = budget.limit, budget.token_bytes
+        self._open, self._close = budget.thoughts.open.encode(), budget.thoughts.close.encode()
+        self._reopens = budget.thoughts.anywhere
+        self._is_inside = budget.start in (Start.INSIDE, Start.AMID)
+        self._is_over = budget.start is Start.BEHIND and not self._reopens
+        self._text = b""  # the end of the text, as much as may belong to the next mark
+
+    @property
+    def is_spent(self) -> bool:
+        """True if reasoning must end now."""
+        return self._is_inside and self._left <= 0
+
+    def push(self, token_ids: Sequence[int]) -> int:
+        """Counts further tokens. Returns how many of them are within the budget; the others are not
+        counted."""
+        if self._is_over:
+            return len(token_ids)
+        for i, token_id in enumerate(token_ids):
+            self._text += self._token_bytes[token_id]
+            if self._is_inside:
+                self._left -= 1
+                if (at := self._text.find(self._close)) >= 0:
+                    rest = self._text[at + len(self._close) :]
+                    self.close()
+                    self._text = rest
+            else:
+                self._look_for_open()
+            if self._is_over:
+                return len(token_ids)
+            if self.is_spent:
+                return i + 1
+            self._text = self._text[-max(len(self._open), len(self._close)) :]
+        return len(token_ids)
+
+    def close(self) -> None:
+        """Ends reasoning."""
+        self._text, self._is_inside, self._is_over = b"", False, not self._reopens
+
+    def _look_for_open(self) -> None:
+        if self._reopens:
+            at = self._text.find(self._open)
+        else:
+            self._text = self._text.lstrip(SPACE)
+            at = 0 if self._text.startswith(self._open) else -1
+            self._is_over = at < 0 and not self._open.startswith(self._text)
+        if at >= 0:
+            self._text = self._text[at + len(self._open) :]
+            self._is_inside = True
+
+
+def _cut(output: Output, count: int) -> Output:
+    """Returns the output up to its first `count` tokens. The end of an answer that has further tokens is
+    dropped with them, unless the engine aborted it or failed."""
+    if count == len(output.token_ids):
+        return output
+    goes_on = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return dataclasses.replace(
+        output,
+        token_ids=output.token_ids[:count],
+        logprobs=None if output.logprobs is None else output.logprobs[:count],
+        finish_reason=None if goes_on else output.finish_reason,
+        stop_reason=None if goes_on else output.stop_reason,
+    )
+
+
+def _continuation(request: Request, answer: Sequence[int], number: int, *, has_run: bool) -> Request:
+    """Returns the request that continues after these tokens. The request before it may not be quite aborted
+    yet, so it has an id of its own. has_run: the engine has returned the prompt's log-probabilities."""
+    params = copy_params(request.params)
+    if has_run:
+        params.prompt_logprobs = None
+    return dataclasses.replace(
+        request, request_id=f"{request.request_id}-{number}", params=params, output_token_ids=list(answer)
+    )
