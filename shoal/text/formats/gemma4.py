@@ -55,6 +55,8 @@ class Gemma4(ChatFormat):
         if depth > MAX_DEPTH:
             raise Malformed
         begin = yield from reader.one_of(self.quote, "{", "[")
+        if not begin:
+            reader.check_cut(self.quote)
         if begin == "{":
             yield from self._object(reader, depth + 1)
         elif begin == "[":

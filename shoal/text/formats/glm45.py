@@ -40,7 +40,7 @@ class Glm45(ChatFormat):
             yield from read_argument(reader, name, key.strip(), "</arg_value>")
             tag = yield from reader.one_of(KEY, END_OF_CALL)
         if not tag:
-            reader.check_cut()
+            reader.check_cut(KEY, END_OF_CALL)
         if not has_begun:
             if not tag:
                 raise Malformed

@@ -31,7 +31,7 @@ class Invokes(ChatFormat):
                 is_string = 'string="true"' in more if "string=" in more else None
                 yield from read_argument(reader, name, key, end, is_string=is_string)
             if not tag:
-                reader.check_cut()
+                reader.check_cut(parameter, end_of_invoke)
                 if not has_begun:
                     raise Malformed
             if not has_begun:

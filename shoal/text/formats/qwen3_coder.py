@@ -47,7 +47,7 @@ class Qwen3Coder(Hermes):
                 has_begun = True
             yield from read_argument(reader, name, key, END_OF_PARAMETER, trims_line=True)
         if not tag:
-            reader.check_cut()
+            reader.check_cut(PARAMETER, END_OF_FUNCTION)
         if not has_begun:
             if not tag and not (yield from reader.sees(self.closing)):
                 raise Malformed

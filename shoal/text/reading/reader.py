@@ -173,7 +173,7 @@ class Reader:
         try:
             yield from self.form.calls(self, mark)
         except Malformed as error:
-            self._give_up(isinstance(error, Ended))
+            self._give_up(isinstance(error, Ended) or (self.is_ended and self._at == len(self._text)))
         if self.index == index:
             return False
         self.is_closing = True
@@ -247,9 +247,10 @@ class Reader:
                 return True
         return self._at + length == len(self._text) and not self._is_cut
 
-    def check_cut(self) -> None:
-        """Raises Ended at the end of a text that the token limit has cut."""
-        if self._is_cut and self._at == len(self._text):
+    def check_cut(self, *marks: str) -> None:
+        """Raises Ended if the token limit has cut the text before or within one of `marks`."""
+        rest = self._text[self._at :]
+        if self._is_cut and any(mark.startswith(rest) for mark in marks):
             raise Ended
 
     def ahead(self, length: int) -> Generator[None, None, str]:
@@ -356,7 +357,7 @@ class Reader:
 
     def expect_mark(self, mark: str) -> Steps:
         if not (yield from self.one_of(mark)):
-            raise Malformed
+            raise Ended if self.is_ended and mark.startswith(self._text[self._at :]) else Malformed
 
     def up_to(self, *marks: str, most: int = MAX_NAME) -> Generator[None, None, tuple[str, str]]:
         """Takes the text before the first of `marks`, and the mark; returns both. Raises Malformed for a
