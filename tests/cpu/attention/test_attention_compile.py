@@ -185,11 +185,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 80, large blocks, fp8 cache": partial(attend, 9, 3, 80, FP16, 256, fp8=True),
     "qwen3-8b cascade, fp8 cache": partial(cascade, 32, 8, 128, BF16, 256, fp8=True),
     "head size 256, cascade, fp8 cache": partial(cascade, 8, 2, 256, BF16, 64, fp8=True),
-    "qwen3-8b, 4 tokens a decode": partial(cascade, 32, 8, 128, BF16, 8, queries=4),
     "qwen3-8b cascade, 9 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, queries=9),
     "mistral, 25 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, window=4096, queries=25),
     "qwen3-8b fp32, 9 tokens a decode": partial(cascade, 32, 8, 128, FP32, 8, queries=9),
-    "head size 256, 9 tokens a decode": partial(cascade, 8, 2, 256, BF16, 8, queries=9),
     "qwen3-8b cascade, fp8 cache, 25 tokens a decode": partial(
         cascade, 32, 8, 128, BF16, 16, fp8=True, queries=25
     ),

@@ -226,8 +226,8 @@ class TieredDevice(Device):
 class TieredTrace(Trace):
     patience = 60
 
-    def __init__(self, seed: int, disks=None, past: Trace | None = None):
-        super().__init__(seed)
+    def __init__(self, seed: int, disks=None, past: Trace | None = None, queries: int = 1):
+        super().__init__(seed, queries)
         self.past = (
             [(request, past.outputs[name]) for name, request in past.requests.items()]
             if past is not None
@@ -383,17 +383,17 @@ class TieredTrace(Trace):
         super().compare()
 
 
-def trace(seed: int) -> Counter:
+def trace(seed: int, queries: int = 1) -> Counter:
     """Most of them with a disk, which the second of two engines finds as the first has left it."""
     room = random.Random(seed).choice((5, 1000))
     disks = {"disk": FakeDisk(room)} if seed % 3 else None
     seen, one = Counter(), None
     for part in range(2 if disks else 1):
-        one = TieredTrace(seed, disks, one)
+        one = TieredTrace(seed, disks, one, queries)
         try:
             one.run(num_requests=25)
         except BaseException:
-            print(f"failed: trace({seed}), part {part}")
+            print(f"failed: trace({seed}, {queries}), part {part}")
             raise
         seen += one.seen
     return seen
@@ -420,3 +420,11 @@ def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_ru
     ):
         assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"
     assert seen["behind a copy out"], "no fetch took the place of what was nowhere else"
+
+
+def test_decodes_of_several_tokens_give_each_request_the_tokens_of_an_undisturbed_run(monkeypatch):
+    monkeypatch.setattr("shoal.engine.offload.offloader.POLL_S", 0.0)
+    print(f"seeds 5000..{4999 + TRACES_A_TEST}, decodes of up to 4 tokens")
+    seen = sum((trace(seed, queries=4) for seed in range(5000, 5000 + TRACES_A_TEST)), Counter())
+    for name in ("fetched tokens", "copy out", "copy in", "preemptions", "fewer than there may be"):
+        assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"
