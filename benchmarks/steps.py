@@ -2,11 +2,12 @@
 whole workloads are.
 
     python benchmarks/steps.py [--models qwen3-0.6b,qwen3-8b] [--rows 1,4,16,64,256] [--context 1000]
-    [--tokens 128]
+    [--tokens 128] [--penalized 0,1,256]
 
 All sequences have as many tokens. A run of `tokens` steps more, minus one without them, over their number:
 prompts, which are in the prefix cache by then, and whatever else a run costs fall out. The best of some runs
-each. Random weights.
+each. `penalized`: numbers of rows that have penalties and a bias; a line for each, with its ratio to the
+first. Random weights.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from random import Random
 FEW = 8  # steps of the run that is subtracted
 
 
-def microseconds(llm, rows: int, context: int, tokens: int) -> float:
+def microseconds(llm, rows: int, context: int, tokens: int, penalized: int = 0) -> float:
     from shoal import SamplingParams
 
     random = Random(rows)
     prompts = [[random.randint(0, 10000) for _ in range(context)] for _ in range(rows)]
 
     def seconds(count: int) -> float:
-        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, detokenize=False)
+        plain = dict(temperature=0.6, ignore_eos=True, max_tokens=count, detokenize=False)
+        options = dict(repetition_penalty=1.1, presence_penalty=0.5, logit_bias={7: 1.0, 9: -1.0})
+        params = [SamplingParams(**plain, **(options if i < penalized else {})) for i in range(rows)]
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--penalized", default="0")
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
         longest = arguments.context + arguments.tokens + FEW
@@ -53,12 +57,14 @@ def main() -> None:
             write_model(tempfile.mkdtemp(), name), load_format="dummy", max_model_len=max(4608, longest)
         )
         for rows in map(int, arguments.rows.split(",")):
-            print(
-                f"{name:11} {rows:4d} rows "
-                f"{microseconds(llm, rows, arguments.context, arguments.tokens):9.1f} us",
-                flush=True,
-            )
-        llm.exit()
+            first = None
+            for penalized in map(int, arguments.penalized.split(",")):
+                if penalized > rows:
+                    continue
+                found = microseconds(llm, rows, arguments.context, arguments.tokens, penalized)
+                first = first or found
+                kind = f"{penalized:4d} penalized {found / first:6.3f}" if arguments.penalized != "0" else ""
+                print(f"{name:11} {rows:4d} rows {found:9.1f} us {kind}", flush=True)
 
 
 if __name__ == "__main__":

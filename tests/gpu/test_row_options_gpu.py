@@ -32,7 +32,7 @@ def engine_options():
 
 def rows_with_everything(device):
     """State rows with every option, in lists that are long and short, and tokens in a thousand blocks."""
-    dice, rows = random.Random(7), Rows(7, device)
+    dice, rows = random.Random(7), Rows(7, device, VOCAB)
     for row, length in enumerate(LENGTHS):
         tokens = [dice.randrange(VOCAB) for _ in range(length)]
         tokens[-4:] = [1, 2, 3, 4]
@@ -72,6 +72,7 @@ def test_kernels_change_logits_as_the_reference_does(dtype):
         results.append((found.cpu()[[0, 1, 2, 4, 5, 6]], options.history.cpu()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+    assert not options.counts_KV.any()
 
 
 @pytest.mark.parametrize(

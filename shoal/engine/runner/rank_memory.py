@@ -52,7 +52,10 @@ class RankMemory:
         """Takes the memory of `tags` again, at the same addresses, with the content that was kept. Returns
         figures in bytes. Raises UnavailableError, with nothing changed, if there is not enough memory."""
         with not_now():
-            return self.regions.take(list(tags))
+            report = self.regions.take(list(tags))
+        if "kv_cache" in tags:
+            self.whole_rows.memory_is_new()
+        return report
 
     def wait_for_host(self) -> float:
         """Returns when the host memory for a sleep at level 1 is ready: the seconds since its preparation

@@ -72,7 +72,10 @@ class WholeRowSampler:
             fields_RO = torch.zeros(num_rows, len(Option), dtype=torch.int32)
             addresses_R = torch.zeros(num_rows, dtype=torch.int64)
             history = torch.zeros(1, block_size, dtype=torch.int32)
-            self.options = RowOptions(fields_RO, addresses_R, state.block_tables[0], history)
+            most_counted = most if tp.rank == 0 and self.device.type == "cuda" else 0
+            counts_KV = torch.zeros(most_counted, head.vocab_size, dtype=torch.int32)
+            tables_RM = state.block_tables[0]
+            self.options = RowOptions(fields_RO, addresses_R, tables_RM, history, counts_KV)
             # What a captured chunk reads and writes. There is no chunk before a step brings one.
             self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
             self.tokens_K = torch.zeros(most, dtype=torch.int32)
@@ -125,6 +128,10 @@ class WholeRowSampler:
                 packed[num_blocks : num_blocks + len(start.tokens)] = start.tokens
                 on_device = upload(torch.from_numpy(packed), self.device)
                 self.options.write_tokens(on_device[:num_blocks], on_device[num_blocks:])
+
+    def memory_is_new(self) -> None:
+        """To be called when the memory of the region has been released and taken again."""
+        self.options.counts_KV.zero_()
 
     def forget(self) -> None:
         """Drops all options. This is for when no sequence has a row: each one that gets a row again brings

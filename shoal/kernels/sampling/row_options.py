@@ -81,6 +81,8 @@ class RowOptions:
     addresses_R: torch.Tensor  # int64: where each row's record is
     block_tables_RM: torch.Tensor
     history: torch.Tensor  # int32 [blocks, block size]
+    # int32: a kernel's counts of tokens in one call, and zero between calls. PyTorch needs none.
+    counts_KV: torch.Tensor
     records: dict[int, torch.Tensor] = field(default_factory=dict)  # by row
 
     def start(self, row: int, record: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Functions that the kernels of row options share: a row's fields and lists, its tokens, and counting tokens
-in a tile of the vocabulary. row_options.py has the layout.
+"""Functions that the kernels of row options share: a row's fields and lists, and its tokens. row_options.py
+has the layout.
 
 All these kernels are ordinary launches (pdl.py): they change logits in place, one after the other. A kernel
 gets K rows, and a program of a row without the option returns at once.
@@ -39,14 +39,6 @@ def token_ptrs(history_ptr, block_table_ptr, position, mask, BLOCK_SIZE: tl.cons
     """Returns where the tokens at these positions of a sequence lie. `block_table_ptr`: of its row."""
     block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     return history_ptr + block * BLOCK_SIZE + position % BLOCK_SIZE
-
-
-@triton.jit
-def count_ids(counts, ids, mask, first, TILE: tl.constexpr):
-    """Adds to `counts`, [TILE], how often each token from `first` on is among `ids`."""
-    place = ids - first
-    inside = mask & (place >= 0) & (place < TILE)
-    return counts + tl.histogram(tl.where(inside, place, 0), TILE, mask=inside)
 
 
 @triton.jit

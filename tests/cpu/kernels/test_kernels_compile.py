@@ -122,7 +122,7 @@ def _row_options(num_rows: int, vocab_size: int, dtype: torch.dtype, block_size:
     layout, ints = StateLayout(num_rows, 20), _ints(num_rows)
     tables, history = layout.block_tables(_ints(layout.size)), _ints(9, block_size)
     fields, addresses = _ints(num_rows + 1, len(Option)), torch.zeros(num_rows + 1, dtype=torch.int64)
-    options = RowOptions(fields, addresses, tables, history)
+    options = RowOptions(fields, addresses, tables, history, _ints(num_rows, vocab_size))
     logits = torch.zeros(num_rows, vocab_size)
     triton_ops.take_rows(torch.zeros(num_rows, vocab_size, dtype=dtype), ints, logits)
     triton_ops.remember_last(ints, ints, options)

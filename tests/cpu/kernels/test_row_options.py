@@ -25,14 +25,15 @@ class Rows:
     """State rows whose sequences have these tokens, in blocks that lie anywhere. Every other block is full of
     token 1."""
 
-    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, seed: int = 0, device: str = "cpu", vocab_size: int = 8000) -> None:
         layout = StateLayout(NUM_ROWS, MAX_BLOCKS)
         self.tables = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32, device=device))
         self.free = random.Random(seed).sample(range(3000), 3000)
         history = torch.ones(3000, BLOCK_SIZE, dtype=torch.int32, device=device)
         fields = torch.zeros(NUM_ROWS + 1, len(Option), dtype=torch.int32, device=device)
         addresses = torch.zeros(NUM_ROWS + 1, dtype=torch.int64, device=device)
-        self.options, self.device = RowOptions(fields, addresses, self.tables, history), device
+        counts = torch.zeros(8, vocab_size, dtype=torch.int32, device=device)
+        self.options, self.device = RowOptions(fields, addresses, self.tables, history, counts), device
 
     def add(self, row: int, tokens: list[int], **changes) -> None:
         blocks = torch.tensor([self.free.pop() for _ in range(-(-(len(tokens) + 1) // BLOCK_SIZE))])
@@ -102,6 +103,7 @@ def test_penalties_equal_the_formula_over_the_whole_vocabulary(ops, vocab_size, 
         ends.append(len(prompt) + len(output) - 1)
     ops.penalize(logits, ints(*chosen), ints(*ends), rows.options)
     assert torch.equal(logits, torch.stack(wanted))
+    assert not rows.options.counts_KV.any()
 
 
 @by_each
@@ -115,6 +117,7 @@ def test_only_allowed_tokens_stay_possible(ops, count) -> None:
     ops.keep_allowed(logits, ints(5, 1), rows.options)
     assert sorted(logits[0].isfinite().nonzero().squeeze(1).tolist()) == sorted(ids)
     assert torch.equal(logits[0, ids], before[0, ids]) and torch.equal(logits[1], before[1])
+    assert not rows.options.counts_KV.any()
 
 
 @by_each
