@@ -19,14 +19,9 @@ import torch
 import triton
 
 from shoal.attention.backend import AttentionShape
+from shoal.attention.splits import PREFIX_PROGRAMS_PER_SM, decode_splits, prefix_parts
 from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
-from shoal.attention.triton import (
-    MIN_SPLIT,
-    PREFIX_PROGRAMS_PER_SM,
-    TritonBackend,
-    decode_splits,
-    prefix_parts,
-)
+from shoal.attention.triton import MIN_SPLIT, TritonBackend
 from shoal.kernels.attention.paged_attention import (
     AttentionTiles,
     DecodeWorkspace,

@@ -1,8 +1,8 @@
 """The GPU's attention backend: Triton kernels on the paged cache.
 
-This file chooses the kernel and the number of splits, and owns the decode workspace. The kernels are in
-kernels/attention/paged_attention.py, kernels/attention/prefix_attention.py (prefixes which decodes share) and
-kernels/attention/hopper_attention.py (large prefills on Hopper).
+This file chooses the kernel of each step and owns the decode workspace; splits.py says into how many programs
+a task is cut. The kernels are in kernels/attention: paged_attention.py, prefix_attention.py (prefixes which
+decodes share) and hopper_attention.py (large prefills on Hopper).
 Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 """
 
@@ -10,14 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
 import torch
 
 from shoal.attention.backend import AttentionShape
-from shoal.attention.step_input import HostView, StepInput
+from shoal.attention.splits import (
+    CUT,
+    CUT_SPLITS,
+    PREFIX_PROGRAMS_PER_SM,
+    PROGRAMS_PER_SM,
+    SHARE_FROM,
+    captured_splits,
+    decode_splits,
+    is_large,
+    prefill_splits,
+    prefix_parts,
+)
+from shoal.attention.step_input import StepInput
+from shoal.attention.unpacked import UnpackedBlocks, plan_blocks
 from shoal.kernels.attention.fp8_cache import unpack_blocks
 from shoal.kernels.attention.paged_attention import (
     DecodeWorkspace,
@@ -35,73 +46,10 @@ from shoal.kernels.layer_cache import LayerCache
 if HAS_GLUON:
     from shoal.kernels.attention import hopper_attention as hopper
 
-PROGRAMS_PER_SM = 4  # as many decode programs run on an SM at once
-# A decode batch that just fills the GPU is cut into this many waves, so that unequal lengths even out.
-WAVES = 3
-# A batch with this many times as many (sequence, kv head) pairs as programs at once is large. It is not cut,
-# which saves the weighing of partial results,
-LARGE = 1.4
-CUT = 8  # except for this many of the longest sequences, if the others would wait for them:
-CUT_SPLITS = 4  # those are cut into this many splits.
-CAPTURED_WAVES = 4  # waves of decode programs in a captured mixed step; most leave at once
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
-# The longest sequence gives each program at least this many keys: many programs for few keys cost more than
-# they bring.
-FULL_SPLIT = 160
-SHARE_FROM = 9  # the fewest decodes for which a shared prefix is worth one more launch a layer
-PREFIX_PROGRAMS_PER_SM = 2
-MAX_PARTS = 16  # the most parts of a shared prefix; each is one more result to weigh
 MIN_PREFILL_SPLIT = 512  # the fewest keys that are worth a program of their own beside a tile's others
 # From this many prefill tokens on Hopper's own kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
-
-
-def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Into how many programs the keys of one (sequence, kv head) are cut. The sizes that decide are fixed in
-    a captured graph too."""
-    tasks, slots = num_seqs * num_kv_heads, num_sms * PROGRAMS_PER_SM
-    if is_large(num_seqs, num_kv_heads, num_sms):
-        splits = 1
-    else:
-        # For few tasks there is one full wave of equal programs.
-        splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)
-    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
-
-
-def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
-    return num_seqs >= CUT and num_seqs * num_kv_heads >= LARGE * num_sms * PROGRAMS_PER_SM
-
-
-def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Into how many programs the keys of one (sequence, kv head) are cut in a captured mixed step. Most
-    places for decodes are empty there. Programs of empty places end at once, so there may be several
-    waves."""
-    splits = CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads)
-    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
-
-
-def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Into how many parts a shared prefix may be cut. The workspace has room for as many parts of every
-    sequence, so a large batch gets few, although the parts of a few sequences then do not fill the GPU."""
-    if num_seqs < SHARE_FROM:
-        return 0
-    tiles = num_kv_heads * -(-num_seqs // 32)
-    return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // tiles))
-
-
-def prefill_splits(num_tasks: int, num_sms: int) -> int:
-    """Into how many programs the keys of a tile of prefills are cut, if there may be `num_tasks` tiles over
-    all kv heads. Few of these are there usually, and the programs of the others leave at once."""
-    return max(1, num_sms * PROGRAMS_PER_SM // num_tasks)
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackedBlocks:
-    """Blocks of an fp8 cache that become plain numbers for Hopper's kernel, sequence after sequence."""
-
-    blocks_B: tuple[torch.Tensor, ...]  # their ids in the cache, by each of StepInput.block_tables
-    firsts_S: torch.Tensor  # where each sequence's blocks begin among them
-    table_B1: torch.Tensor  # counts them: from its row firsts_S[s] on it is the block table of sequence s
 
 
 class TritonBackend:
@@ -180,29 +128,11 @@ class TritonBackend:
                 host.query_starts, host.kv_lens, step.num_decodes, self.group, host.selected_tokens
             )
             if self.fp8_cache:
-                self.unpacked = self.plan_blocks(step, host)
+                self.unpacked = plan_blocks(step, host, self.block_size, self.max_model_len)
                 if self.unpacked is None:
                     return
             on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
             self.work = on_device.view(work.shape)
-
-    def plan_blocks(self, step: StepInput, host: HostView) -> UnpackedBlocks | None:
-        """Returns the blocks that the prefills read. None: as plain numbers they would take more memory than
-        in any step that the engine rehearses."""
-        lens = np.array(host.kv_lens)
-        lens[: step.num_decodes] = 0
-        if lens.sum() > max(step.max_prefill_tokens, self.max_model_len):
-            return None
-        counts = -(-lens // self.block_size)
-        firsts = np.cumsum(counts) - counts
-        seqs = np.repeat(np.arange(len(counts)), counts)
-        plan = np.concatenate((firsts, seqs, np.arange(len(seqs)) - firsts[seqs])).astype(np.int32)
-        on_device = host.upload(plan).to(step.rows_S.device, non_blocking=True)
-        firsts_S, seqs_B, index_B = on_device.split((len(firsts), len(seqs), len(seqs)))
-        rows_B, index_B = step.rows_S[seqs_B].long(), index_B.long()
-        blocks_B = tuple(tables_RM[rows_B, index_B] for tables_RM in step.block_tables)
-        numbers_B = torch.arange(len(seqs), dtype=torch.int32, device=step.rows_S.device)
-        return UnpackedBlocks(blocks_B, firsts_S, numbers_B.as_strided((len(seqs), 1), (1, 1)))
 
     def reads_k(self, cache: LayerCache) -> bool:
         return not self.fp8_cache and (self.work is None or cache.window is not None)

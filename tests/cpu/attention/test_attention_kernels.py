@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
+from shoal.attention.splits import decode_splits, is_large, prefill_splits
 from shoal.attention.step_input import HostView, StepInput
-from shoal.attention.triton import TritonBackend, decode_splits, is_large, prefill_splits
+from shoal.attention.triton import TritonBackend
 from shoal.engine.runner.batch import MixedShape
 from shoal.kernels.attention.hopper_attention import heads_an_item, prefill_work
 from shoal.kernels.attention.paged_attention import (

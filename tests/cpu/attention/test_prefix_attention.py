@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shoal.attention.splits import SHARE_FROM, prefix_parts
 from shoal.attention.step_input import SharedPrefixes
-from shoal.attention.triton import SHARE_FROM, TritonBackend, prefix_parts
+from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention.paged_attention import AttentionTiles, DecodeWorkspace, decode_attention
 from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
