@@ -1,5 +1,6 @@
-"""Chooses into how many programs the Triton backend (triton.py) cuts the keys of one task, so that the GPU is full
-and no program has too few keys. Pure functions of sizes: a captured graph gets the same number each time."""
+"""Chooses into how many programs the Triton backend (triton.py) cuts the keys of one task, so that the GPU is
+full and no program has too few keys. Pure functions of sizes: a captured graph gets the same number each
+time."""
 
 from __future__ import annotations
 
