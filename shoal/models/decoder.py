@@ -1,33 +1,27 @@
 """The decoder that all architectures share: embedding, layers, final norm and output head. What differs
-between them is in ModelConfig's flags and in the layer class that an architecture's file names.
-
-Weights arrive one tensor at a time under their Hugging Face names; each layer takes its own shard.
-"""
+between them is in ModelConfig and in the layer class that an architecture's file names. loading.py loads its
+weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.experts import Experts
-from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import Holding, MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.layer import build_layer
-from shoal.models.layouts.layout import made_up
-from shoal.models.layouts.registry import BY_NAME
 from shoal.models.rope import rope_frequencies
 
 AfterLayer = Callable[[int], None]  # takes the index of a layer
@@ -70,9 +64,9 @@ class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
     It is built under the device and the default dtype of the engine, and runs after `allocate_ropes`. With
-    `keep_quantized` weights that arrive quantized
-    stay so, and matrices get memory, inside of `holding`, when they arrive. With `quantizes` too, plain ones
-    become fp8. Raises ConfigError if the model can't be divided over the ranks.
+    `keep_quantized` weights that arrive quantized stay so, and matrices get memory, inside of `holding`, when
+    they arrive. With `quantizes` too, plain ones become fp8. Raises ConfigError if the model can't be divided
+    over the ranks.
     """
 
     def __init__(
@@ -111,7 +105,6 @@ class Decoder(nn.Module):
                     module.keep(device, quantizes, holding)
             self.to_empty(device=device)
         self.ropes: tuple[torch.Tensor, ...] = ()
-        self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
     def allocate_ropes(self, max_position: int) -> None:
         """Makes each layer's table of rotary angles for this many positions. Layers of the same rope share a
@@ -163,65 +156,6 @@ class Decoder(nn.Module):
         if self.config.logits_scaling != 1.0:
             hidden_SD = hidden_SD / self.config.logits_scaling
         return self.lm_head.logits(hidden_SD)
-
-    # Loading
-
-    def begin_loading(self, names: Iterable[str] | None = None) -> None:
-        """Called before tensors come, also before they come again. `names`: the tensors that will come; None:
-        all of a checkpoint."""
-        every = {tensor.name: tensor for tensor in checkpoint_tensors(self)}
-        self._awaited = every if names is None else {name: every[name] for name in names}
-
-    def load_weight(self, name: str, tensor: Loaded) -> None:
-        """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
-        if name not in self._awaited:
-            raise CheckpointError(
-                f"the checkpoint holds {name}, which this {self.config.architecture} model does not have"
-            )
-        self._awaited.pop(name).load(tensor, name)
-
-    def finish_loading(self) -> None:
-        """Packs what stays quantized. Raises CheckpointError if a tensor never came."""
-        if self._awaited:
-            missing = sorted(self._awaited)
-            raise CheckpointError(
-                f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?"
-            )
-        for module in self.modules():
-            if isinstance(module, LoadingLayer):
-                module.finish()
-        if self.keep_quantized and self.norm.weight.device.type == "cpu":
-            from shoal.models.fused import fuse_layers
-
-            self.fused = fuse_layers(self.layers, self.config)
-
-    @torch.no_grad()
-    def load_dummy_weights(self, seed: int = 0) -> None:
-        """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
-        device = self.norm.weight.device
-        generator = torch.Generator(device=device).manual_seed(seed)
-        stored = self.config.quantization
-        quantized = None if stored is None else partial(made_up, BY_NAME[stored.layout], stored)
-        for path, module in self.named_modules():
-            if isinstance(module, MatrixLayer):
-                module.load_dummy(path, generator, quantized)
-        for name, parameter in self.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.uniform_(-0.02, 0.02, generator=generator)
-
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a checkpoint of this model holds, whole."""
-        return {tensor.name: tensor.shape for tensor in checkpoint_tensors(self)}
-
-
-def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
-    """Returns the checkpoint's tensors for the layers in `module`. A name is the
-    module's path here, behind `prefix`; the output head's has no prefix."""
-    for path, layer in module.named_modules():
-        if isinstance(layer, LoadingLayer):
-            yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
 
 
 def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:

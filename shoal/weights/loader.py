@@ -4,7 +4,6 @@ one tensor is held at a time."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -12,7 +11,9 @@ from tqdm import tqdm
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
+from shoal.models.decoder import Decoder
 from shoal.models.layouts.registry import BY_NAME
+from shoal.models.loading import Loading, load_dummy_weights
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
 from shoal.weights.kv_scales import is_kv_scale
@@ -21,22 +22,13 @@ from shoal.weights.safetensors import safetensors_tensors
 from shoal.weights.source import CheckpointFiles
 
 
-class Loadable(Protocol):
-    """A model that loads weights."""
-
-    def begin_loading(self) -> None: ...
-    def load_weight(self, name: str, tensor: torch.Tensor | QuantizedTensor) -> None: ...
-    def finish_loading(self) -> None: ...
-    def load_dummy_weights(self, seed: int = 0) -> None: ...
-
-
 def load_weights(
-    model: Loadable, files: CheckpointFiles, *, dummy: bool = False, show_progress: bool = True
+    model: Decoder, files: CheckpointFiles, *, dummy: bool = False, show_progress: bool = True
 ) -> None:
     """Fills `model` with the checkpoint's tensors, or with random ones (`dummy`). Raises CheckpointError that
     names the checkpoint and the tensor."""
     if dummy:
-        model.load_dummy_weights()
+        load_dummy_weights(model)
         return
     bar = tqdm(
         checkpoint_tensors(files),
@@ -46,23 +38,23 @@ def load_weights(
         disable=None if show_progress else True,
     )
     try:
-        model.begin_loading()
+        loading = Loading(model)
         for name, tensor in bar:
             if _is_weight(name, files.config):
-                model.load_weight(name, tensor)
-        model.finish_loading()
+                loading.take(name, tensor)
+        loading.finish()
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
 
 
-def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.device) -> None:
+def load_hollow_weights(model: Decoder, files: CheckpointFiles, device: torch.device) -> None:
     """Allocates all weights of `model` on this device by the checkpoint's headers, filled with zeros; the
     numbers come from another worker. `lies_by_shape(files)` must be True. Raises CheckpointError."""
     assert lies_by_shape(files)
     quantization = files.config.quantization
     zero = torch.zeros((), device=device)
     try:
-        model.begin_loading()
+        loading = Loading(model)
         for name, header in tensor_headers(files.folder, quantization).items():
             if not _is_weight(name, files.config):
                 continue
@@ -70,10 +62,10 @@ def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.d
                 outs, inputs = header.shape
                 zeros = BY_NAME[quantization.layout].zeros
                 assert zeros is not None
-                model.load_weight(name, zeros(outs, inputs, quantization, device))
+                loading.take(name, zeros(outs, inputs, quantization, device))
             else:
-                model.load_weight(name, zero.expand(header.shape))  # It takes no memory.
-        model.finish_loading()
+                loading.take(name, zero.expand(header.shape))  # It takes no memory.
+        loading.finish()
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
 

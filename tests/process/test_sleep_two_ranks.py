@@ -11,7 +11,7 @@ from shoal import LLM, SamplingParams
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
-from shoal.models.decoder import Decoder
+from shoal.models.loading import Loading
 from tests import tiny
 from tests.ranks import pids_of_ranks
 from tests.serving import free_port
@@ -117,7 +117,7 @@ def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload,
 
 def test_an_update_that_fails_on_one_rank_stops_both(build, changed, monkeypatch):
     llm = build()
-    load = Decoder.load_weight
+    load = Loading.take
 
     def fails(self, name, tensor):
         if "norm" in name:
@@ -125,7 +125,7 @@ def test_an_update_that_fails_on_one_rank_stops_both(build, changed, monkeypatch
         load(self, name, tensor)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="rank 0 cannot"):
-        patch.setattr(Decoder, "load_weight", fails)
+        patch.setattr(Loading, "take", fails)
         llm.update_weights(changed[0])
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)

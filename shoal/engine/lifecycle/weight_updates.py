@@ -25,6 +25,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived
@@ -249,7 +250,7 @@ class Weights:
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._ranks.runner.model.checkpoint_shapes()
+        return dict(checkpoint_shapes(self._model_config))
 
     def _is_dummy(self, files: CheckpointFiles) -> bool:
         """True if these files are the engine's own model under load_format "dummy": its weights are

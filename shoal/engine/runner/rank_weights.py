@@ -11,6 +11,7 @@ from shoal.engine.runner.rank_export import RankExporter, encode
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
+from shoal.models.loading import Loading
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
@@ -103,17 +104,16 @@ class RankWeights:
     def _load(self, names: Collection[str], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Takes every tensor, also after one that does not fit, because others take part in sending them. The
         sender may let the tensors go when this returns."""
-        self.model.begin_loading(names)
-        wanted, first = set(names), None
+        loading, wanted, first = Loading(self.model, names), set(names), None
         for name, tensor in tensors:
             try:
                 if name in wanted:
-                    self.model.load_weight(name, self._on_this_card(tensor))
+                    loading.take(name, self._on_this_card(tensor))
             except ShoalError as error:
                 first = first or error
         if first is not None:
             raise first
-        self.model.finish_loading()
+        loading.finish()
         self._synchronize()
 
     def _on_this_card(self, tensor: torch.Tensor) -> torch.Tensor:

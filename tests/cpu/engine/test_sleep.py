@@ -18,7 +18,7 @@ from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.runner import rank_memory
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
-from shoal.models.decoder import Decoder
+from shoal.models.loading import Loading
 from shoal.stats import SleepState
 from shoal.weights.transfer import SharedTensors, open_tensor
 from tests import tiny
@@ -528,7 +528,7 @@ def test_a_wake_whose_file_cannot_be_read_can_be_tried_again(folder, build, expe
     llm.sleep(level=1)
     asleep = llm.memory_usage()
     assert asleep["weights"]["host_bytes"] == asleep["weights"]["device_bytes"] == 0
-    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("cannot be read"))
+    fail_once(monkeypatch, Loading, "take", CheckpointError("cannot be read"))
     with pytest.raises(CheckpointError, match="cannot be read"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -716,7 +716,7 @@ def test_an_update_that_breaks_off_is_not_generated_from(
     folder, build, expected, monkeypatch, changed, error
 ):
     llm = build(folder)
-    fail_once(monkeypatch, Decoder, "load_weight", error, after=7)
+    fail_once(monkeypatch, Loading, "take", error, after=7)
     with pytest.raises(type(error), match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0

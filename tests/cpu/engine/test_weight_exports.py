@@ -16,6 +16,7 @@ from shoal.engine.lifecycle import weight_exports
 from shoal.engine.runner import rank_export
 from shoal.engine.runner.rank_export import RankExport, WeightsExport
 from shoal.errors import CheckpointError, UnavailableError
+from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.source import CheckpointFiles, resolve
 from tests import quantized, tiny
@@ -137,7 +138,7 @@ def test_weights_that_are_no_checkpoints_are_not_lent(owner, folder):
 
 
 def tiny_shape(llm):
-    return llm.core.ranks.runner.model.checkpoint_shapes()["model.norm.weight"]
+    return dict(checkpoint_shapes(llm.core.model_config))["model.norm.weight"]
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -20,7 +20,7 @@ from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
 from shoal.model_config import ExpertsKind
-from shoal.models.decoder import checkpoint_tensors
+from shoal.models.loading import checkpoint_tensors
 from shoal.weights.update import weight_tensors
 from tests.cpu.kernels.test_fp8 import exact_conversions  # noqa: F401 -- a fixture
 from tests.cpu.kernels.test_packed_moe import FP8, TILED, Make, _int4

@@ -16,6 +16,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, ExpertsKind, LayerKind, ModelConfig, RopeConfig
 from shoal.models.decoder import Decoder, check_parallel, rehearsed_layers
 from shoal.models.fused import fuse_layers
+from shoal.models.loading import checkpoint_tensors, load_dummy_weights
 from shoal.models.shapes import checkpoint_shapes, num_weights
 
 FULL = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig())
@@ -35,7 +36,7 @@ CONFIG = ModelConfig(
 def build(config: ModelConfig) -> Decoder:
     shapes = [attention_shape(kind.mixer, 1) for kind in config.layers]
     model = Decoder(config, TensorParallel.single(), ops, {shape: TorchBackend(shape) for shape in shapes})
-    model.load_dummy_weights()
+    load_dummy_weights(model)
     model.allocate_ropes(64)
     return model
 
@@ -79,7 +80,7 @@ def test_each_layer_computes_with_its_own_heads_rope_and_window():
 
 def test_shapes_are_those_of_each_layers_kind():
     shapes = dict(checkpoint_shapes(CONFIG))
-    assert shapes == build(CONFIG).checkpoint_shapes()
+    assert shapes == {tensor.name: tensor.shape for tensor in checkpoint_tensors(build(CONFIG))}
     assert [shapes[f"model.layers.{i}.self_attn.q_proj.weight"][0] for i in range(4)] == [32, 16, 32, 32]
     assert shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == (16, 12)
     matrices = [rows * columns for rows, *rest in shapes.values() for columns in rest]

@@ -36,6 +36,7 @@ from shoal.model_config import ExpertsKind, Quantization
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME
+from shoal.models.loading import checkpoint_tensors as layer_tensors
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.summary import summarize
@@ -197,7 +198,7 @@ def test_experts_that_come_plain_stand_beside_packed_ones():
     oracle = {}
     for layer in layers.values():
         layer.keep(torch.device("cpu"))
-    for name, shape, load in decoder.checkpoint_tensors(experts, "mlp.experts."):
+    for name, shape, load in layer_tensors(experts, "mlp.experts."):
         expert, matrix = name.split(".")[2:4]
         weight = torch.randn(shape) / 8
         # The first is packed, the second plain, and of the third the parts of a merge differ.

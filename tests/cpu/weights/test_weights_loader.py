@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.errors import CheckpointError
+from shoal.weights import loader
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 
@@ -23,27 +24,27 @@ CONFIG = dict(
 
 
 class Recorder:
-    """Takes every tensor but "bad"; misses one at the end if `incomplete`."""
+    """Takes every tensor but "bad"; misses one at the end if `incomplete`. It is what loads a model and the
+    model itself."""
 
-    def __init__(self, incomplete: bool = False) -> None:
+    def __init__(self, monkeypatch, incomplete: bool = False) -> None:
         self.names: list[str] = []
         self.finished = self.dummy = False
         self.incomplete = incomplete
+        monkeypatch.setattr(loader, "Loading", lambda model: model)
+        monkeypatch.setattr(loader, "load_dummy_weights", Recorder.load_dummy)
 
-    def begin_loading(self):
-        pass
-
-    def load_weight(self, name, tensor):
+    def take(self, name, tensor):
         if name == "bad":
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}")
         self.names.append(name)
 
-    def finish_loading(self):
+    def finish(self):
         if self.incomplete:
             raise CheckpointError("model.norm.weight is missing")
         self.finished = True
 
-    def load_dummy_weights(self, seed=0):
+    def load_dummy(self):
         self.dummy = True
 
 
@@ -53,14 +54,14 @@ def checkpoint(folder, names, tied=False):
     return resolve(str(folder))
 
 
-def test_every_tensor_reaches_the_model(tmp_path):
-    model = Recorder()
+def test_every_tensor_reaches_the_model(monkeypatch, tmp_path):
+    model = Recorder(monkeypatch)
     load_weights(model, checkpoint(tmp_path, ["a", "lm_head.weight"]))
     assert sorted(model.names) == ["a", "lm_head.weight"] and model.finished
 
 
-def test_tensors_that_follow_from_others_are_left_out(tmp_path):
-    model = Recorder()
+def test_tensors_that_follow_from_others_are_left_out(monkeypatch, tmp_path):
+    model = Recorder(monkeypatch)
     load_weights(
         model,
         checkpoint(
@@ -74,13 +75,13 @@ def test_tensors_that_follow_from_others_are_left_out(tmp_path):
     "names, incomplete, words",
     [(["bad"], False, r"bad has shape \[2\]"), (["a"], True, "norm.weight is missing")],
 )
-def test_a_model_that_refuses_names_the_checkpoint_too(names, incomplete, words, tmp_path):
+def test_a_model_that_refuses_names_the_checkpoint_too(monkeypatch, names, incomplete, words, tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*{words}"):
-        load_weights(Recorder(incomplete), checkpoint(tmp_path, names))
+        load_weights(Recorder(monkeypatch, incomplete), checkpoint(tmp_path, names))
 
 
-def test_dummy_weights_need_no_file(tmp_path):
+def test_dummy_weights_need_no_file(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    model = Recorder()
+    model = Recorder(monkeypatch)
     load_weights(model, resolve(str(tmp_path)), dummy=True)
     assert model.dummy and not model.names

@@ -1,0 +1,76 @@
+"""Loading: weights for a decoder, one checkpoint tensor at a time under its Hugging Face name. Each layer
+takes its own shard (layers/loading.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from shoal.errors import CheckpointError
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
+from shoal.layers.matrix import MatrixLayer
+from shoal.models.decoder import Decoder
+from shoal.models.layouts.layout import made_up
+from shoal.models.layouts.registry import BY_NAME
+
+
+class Loading:
+    """One load of weights into a decoder, which may have others already. `names`: the tensors that will come;
+    None: all of a checkpoint."""
+
+    def __init__(self, model: Decoder, names: Iterable[str] | None = None) -> None:
+        every = {tensor.name: tensor for tensor in checkpoint_tensors(model)}
+        self._model = model
+        self._awaited = every if names is None else {name: every[name] for name in names}
+
+    def take(self, name: str, tensor: Loaded) -> None:
+        """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
+        if name not in self._awaited:
+            raise CheckpointError(
+                f"the checkpoint holds {name}, which this {self._model.config.architecture} model does not "
+                "have"
+            )
+        self._awaited.pop(name).load(tensor, name)
+
+    def finish(self) -> None:
+        """Packs what stays quantized. Raises CheckpointError if a tensor never came."""
+        if self._awaited:
+            missing = sorted(self._awaited)
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?"
+            )
+        for module in self._model.modules():
+            if isinstance(module, LoadingLayer):
+                module.finish()
+        if self._model.keep_quantized and self._model.norm.weight.device.type == "cpu":
+            from shoal.models.fused import fuse_layers
+
+            self._model.fused = fuse_layers(self._model.layers, self._model.config)
+
+
+@torch.no_grad()
+def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
+    """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
+    device = model.norm.weight.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    stored = model.config.quantization
+    quantized = None if stored is None else partial(made_up, BY_NAME[stored.layout], stored)
+    for path, module in model.named_modules():
+        if isinstance(module, MatrixLayer):
+            module.load_dummy(path, generator, quantized)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.uniform_(-0.02, 0.02, generator=generator)
+
+
+def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
+    """Returns the checkpoint's tensors for the layers in `module`. A name is the
+    module's path here, behind `prefix`; the output head's has no prefix."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, LoadingLayer):
+            yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
