@@ -14,7 +14,7 @@ import torch
 
 from shoal.attention.step_input import StepInput
 from shoal.kernels.cpu import build as cpu_build
-from shoal.kernels.cpu.linear import PackedWeight
+from shoal.kernels.cpu.linear import CpuWeight
 from shoal.kernels.layer_cache import LayerCache
 
 
@@ -22,10 +22,10 @@ from shoal.kernels.layer_cache import LayerCache
 class LayerWeights:
     """The weights of one decoder layer. Norms and biases are float32."""
 
-    qkv: PackedWeight
-    o: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    qkv: CpuWeight
+    o: CpuWeight
+    gate_up: CpuWeight
+    down: CpuWeight
     qkv_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
@@ -41,7 +41,7 @@ class CpuLayers:
 
     def __init__(self, layers: Sequence[LayerWeights], num_heads: int, eps: float, scale: float) -> None:
         library = cpu_build.load()
-        assert library is not None  # Without the library there is no PackedWeight.
+        assert library is not None  # Without the library there is no CpuWeight.
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
         self._caches: Sequence[LayerCache] = ()
@@ -109,7 +109,7 @@ class CpuLayers:
         return x_TD
 
 
-def _address(value: PackedWeight | torch.Tensor | None) -> int | None:
+def _address(value: CpuWeight | torch.Tensor | None) -> int | None:
     if isinstance(value, torch.Tensor):
         assert value.dtype == torch.float32 and value.is_contiguous()
         return value.data_ptr()

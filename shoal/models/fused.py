@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.kernels.cpu.linear import PackedWeight
+from shoal.kernels.cpu.linear import CpuWeight
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
 from shoal.model_config import ModelConfig
@@ -25,7 +25,7 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
         packed = []
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
             held = getattr(linear.format, "packed", None)
-            if linear.tp.size > 1 or linear.multiplier != 1.0 or not isinstance(held, PackedWeight):
+            if linear.tp.size > 1 or linear.multiplier != 1.0 or not isinstance(held, CpuWeight):
                 return None
             packed.append(held)
         qkv, o, gate_up, down = packed

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.cpu import linear as cpu_linear
-from shoal.kernels.cpu.linear import GROUP, PackedWeight, TorchWeight
+from shoal.kernels.cpu.linear import SCALE_GROUP, CpuWeight, TorchWeight
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 
@@ -25,7 +25,7 @@ class ReorderedWeight:
     """Matrices side by side, each with an order of inputs of its own."""
 
     orders: tuple[torch.Tensor, ...]
-    parts: tuple[PackedWeight | TorchWeight, ...]
+    parts: tuple[CpuWeight | TorchWeight, ...]
 
     def linear(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         y_TO = torch.cat(
@@ -46,15 +46,15 @@ class ReorderedWeight:
 
 
 def pack(
-    tensors: Sequence[Int4Tensor], replaced: PackedWeight | TorchWeight | ReorderedWeight | None = None
-) -> PackedWeight | TorchWeight | ReorderedWeight:
+    tensors: Sequence[Int4Tensor], replaced: CpuWeight | TorchWeight | ReorderedWeight | None = None
+) -> CpuWeight | TorchWeight | ReorderedWeight:
     """Makes one weight of all the tensors' rows, in order. Raises CheckpointError for groups that are not
     multiples of 32 inputs."""
     orders = [None if t.groups is None else torch.argsort(t.groups, stable=True) for t in tensors]
     if all(order is None for order in orders):
         old = None if isinstance(replaced, ReorderedWeight) else replaced
         return cpu_linear.pack([_q4_1(tensor, None) for tensor in tensors], old)
-    before: Sequence[PackedWeight | TorchWeight | None] = [None] * len(tensors)
+    before: Sequence[CpuWeight | TorchWeight | None] = [None] * len(tensors)
     if isinstance(replaced, ReorderedWeight):
         before = replaced.parts
     return ReorderedWeight(
@@ -71,15 +71,15 @@ def _q4_1(tensor: Int4Tensor, order: torch.Tensor | None) -> GGUFTensor:
     half of the weights in the low bits."""
     outs, inputs = tensor.shape
     groups = torch.arange(inputs) // tensor.group_size if order is None else tensor.groups[order]  # type: ignore[index]
-    of_32 = groups.view(-1, GROUP) if inputs % GROUP == 0 else None
+    of_32 = groups.view(-1, SCALE_GROUP) if inputs % SCALE_GROUP == 0 else None
     if of_32 is None or bool((of_32 != of_32[:, :1]).any()):
         raise CheckpointError(
-            f"a matrix of shape {[outs, inputs]} in 4 bits has groups that are not multiples of {GROUP} "
-            "inputs on this rank, for which there is no matmul on a CPU; name a dtype, to which its "
-            "weights are unpacked, or lower tensor_parallel_size"
+            f"a matrix of shape {[outs, inputs]} in 4 bits has groups that are not multiples of "
+            f"{SCALE_GROUP} inputs on this rank, for which there is no matmul on a CPU; name a dtype, to "
+            "which its weights are unpacked, or lower tensor_parallel_size"
         )
     quants = tensor.unpacked() if order is None else tensor.unpacked()[:, order]
-    quants = quants.view(outs, -1, GROUP)
+    quants = quants.view(outs, -1, SCALE_GROUP)
     scales, zeros = tensor.scales[:, of_32[:, 0]], tensor.zeros[:, of_32[:, 0]]
     heads = torch.stack((scales, -zeros.float() * scales), dim=2).half()
     if not heads.isfinite().all():
@@ -88,6 +88,6 @@ def _q4_1(tensor: Int4Tensor, order: torch.Tensor | None) -> GGUFTensor:
             "float16, in which a CPU keeps scales and minima, has no room for; name a dtype, to which its "
             "weights are unpacked"
         )
-    nibbles = quants[..., : GROUP // 2] | (quants[..., GROUP // 2 :] << 4)
+    nibbles = quants[..., : SCALE_GROUP // 2] | (quants[..., SCALE_GROUP // 2 :] << 4)
     data: np.ndarray = torch.cat((heads.view(torch.uint8), nibbles), dim=2).flatten(1).numpy()
     return GGUFTensor("Q4_1", (outs, inputs), data)

@@ -16,7 +16,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 // A panel is as many activations as stay in a core's L2 cache beside the weights.
-enum { GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };
+enum { SCALE_GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -112,14 +112,14 @@ static uint16_t minus_eight_times(const uint8_t *p) {
 }
 
 static void quantize_row(const float *restrict x, int16_t *restrict q, float *scale, float *sum, int groups) {
-    for (int g = 0; g < groups; g++, x += GROUP, q += GROUP) {
+    for (int g = 0; g < groups; g++, x += SCALE_GROUP, q += SCALE_GROUP) {
         float most = 0;
 #pragma omp simd reduction(max : most)
-        for (int i = 0; i < GROUP; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        for (int i = 0; i < SCALE_GROUP; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
         float inverse = most > 0 ? 32767 / most : 0;
-        int total = 0, rounded[GROUP];
-        for (int i = 0; i < GROUP; i++) total += rounded[i] = (int)rintf(x[i] * inverse);
-        for (int i = 0; i < GROUP; i++) q[i] = (int16_t)rounded[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1];
+        int total = 0, rounded[SCALE_GROUP];
+        for (int i = 0; i < SCALE_GROUP; i++) total += rounded[i] = (int)rintf(x[i] * inverse);
+        for (int i = 0; i < SCALE_GROUP; i++) q[i] = (int16_t)rounded[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1];
         scale[g] = most / 32767;
         sum[g] = scale[g] * (float)total;
     }
@@ -131,7 +131,7 @@ static void quantize_row(const float *restrict x, int16_t *restrict q, float *sc
 INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
     memset(y, 0, sizeof(float) * LANES * (size_t)rows);    // TILE is 1 here.
     for (int g = 0; g < a->groups; g++, w += group_bytes(bits)) {
-        const int16_t *q = a->q + (int64_t)row * a->cols + g * GROUP;
+        const int16_t *q = a->q + (int64_t)row * a->cols + g * SCALE_GROUP;
         int64_t at = (int64_t)row * a->groups + g;
         const uint8_t *words = w + (bits == 4 ? 2 * HALVES : HALVES);
         for (int lane = 0; lane < LANES; lane++) {
@@ -154,7 +154,7 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
     vf total[TILE][REGISTERS];
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < REGISTERS; k++) total[r][k] = splat(0);
-    for (int g = 0; g < a->groups; g++, w += group_bytes(bits), q += GROUP) {
+    for (int g = 0; g < a->groups; g++, w += group_bytes(bits), q += SCALE_GROUP) {
         const uint8_t *words = w + (bits == 4 ? 2 * HALVES : HALVES);
         vi product[TILE][REGISTERS];
         for (int r = 0; r < rows; r++)
@@ -230,13 +230,13 @@ static void product(const Packed *w, int first, int last, const Activations *a, 
     }
 }
 
-int64_t shoal_packed_bytes(int outs, int cols, int bits) { return num_blocks(outs) * (int64_t)(cols / GROUP) * group_bytes(bits); }
+int64_t shoal_packed_bytes(int outs, int cols, int bits) { return num_blocks(outs) * (int64_t)(cols / SCALE_GROUP) * group_bytes(bits); }
 
 // Packs GGUF rows, which lie row_bytes apart, into `to` from row first_row on. They are Q8_0 for 8 bits, and
 // Q4_1 or Q4_0 for 4 bits. Q4_0 becomes Q4_1 with a minimum of -8 * scale. The caller has filled the data
 // with zeros.
 void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int rows, int first_row, int has_minimum) {
-    const int bits = to->bits, groups = to->cols / GROUP, words = bits == 4 ? 4 : 8;
+    const int bits = to->bits, groups = to->cols / SCALE_GROUP, words = bits == 4 ? 4 : 8;
     for (int row = 0; row < rows; row++) {
         int block = (first_row + row) / LANES, lane = (first_row + row) % LANES;
         const uint8_t *from = source + row * row_bytes;
@@ -283,7 +283,7 @@ static void product_unit(void *shared, int unit, int thread) {
 
 // y[rows, outs] = x[rows, cols] W^T + bias, all contiguous. Returns -1 if there is no memory for the scratch.
 int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y) {
-    const int cols = w->cols, groups = cols / GROUP;
+    const int cols = w->cols, groups = cols / SCALE_GROUP;
     const int64_t scale_bytes = (int64_t)rows * groups * (int64_t)sizeof(float);
     char *scratch = malloc(2 * scale_bytes + (int64_t)rows * cols * (int64_t)sizeof(int16_t));
     if (!scratch) return -1;
@@ -300,14 +300,14 @@ int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, f
 
 // Writes the rows `ids` of a packed matrix, dequantized, to y[count, cols].
 void shoal_embed(const Packed *w, const int32_t *ids, int count, float *y) {
-    const int bits = w->bits, groups = w->cols / GROUP;
+    const int bits = w->bits, groups = w->cols / SCALE_GROUP;
     for (int n = 0; n < count; n++) {
         int lane = ids[n] % LANES;
         const uint8_t *from = w->data + (int64_t)(ids[n] / LANES) * groups * group_bytes(bits);
-        for (int g = 0; g < groups; g++, from += group_bytes(bits), y += GROUP) {
+        for (int g = 0; g < groups; g++, from += group_bytes(bits), y += SCALE_GROUP) {
             float scale = half_to_float(from + 2 * lane), minimum = bits == 4 ? half_to_float(from + HALVES + 2 * lane) : 0;
             const uint8_t *words = from + (bits == 4 ? 2 * HALVES : HALVES) + 4 * lane;
-            for (int i = 0; i < GROUP; i++) {
+            for (int i = 0; i < SCALE_GROUP; i++) {
                 uint8_t byte = words[(i / 4 % (bits == 4 ? 4 : 8)) * WORDS + i % 4];
                 int q = bits == 8 ? (int8_t)byte : i < 16 ? byte & 15 : byte >> 4;
                 y[i] = scale * (float)q + minimum;

@@ -23,13 +23,13 @@ from shoal.kernels.cpu.build import Packed
 from shoal.kernels.quant.ggml_types import FOUR_BITS
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 
-GROUP = 32
+SCALE_GROUP = 32
 CHUNK = 1 << 22  # As many weights are converted at a time: 16 MiB of float32.
 LIBRARY = cpu_build.load()
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class CpuWeight:
     """A matrix of weights, [outs, cols], in the C kernel's layout."""
 
     header: Packed
@@ -79,7 +79,7 @@ class TorchWeight:
             out_TO = F.linear(x_TD.to(self.data.dtype), self.data)
         else:  # With float32 activations this matmul would be many times slower.
             out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x_TD.bfloat16(), self.data, GROUP, self.scales_and_zeros
+                x_TD.bfloat16(), self.data, SCALE_GROUP, self.scales_and_zeros
             )
         out_TO = out_TO.to(x_TD.dtype)
         return out_TO if bias_O is None else out_TO + bias_O
@@ -93,17 +93,17 @@ class TorchWeight:
 
 
 def pack(
-    tensors: Sequence[GGUFTensor], replaced: PackedWeight | TorchWeight | None = None
-) -> PackedWeight | TorchWeight:
+    tensors: Sequence[GGUFTensor], replaced: CpuWeight | TorchWeight | None = None
+) -> CpuWeight | TorchWeight:
     """Makes one weight of all the tensors' rows, in order. If one tensor needs 8 bits, all get them. The
     memory of the weight `replaced` is used again if it fits, so that a new checkpoint lies at the addresses
     of the old one."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
-    assert all(t.shape[1] == cols for t in tensors) and cols % GROUP == 0
+    assert all(t.shape[1] == cols for t in tensors) and cols % SCALE_GROUP == 0
     if LIBRARY is None:
         return _pack_for_torch(tensors, bits, outs, cols)
-    if isinstance(replaced, PackedWeight) and (
+    if isinstance(replaced, CpuWeight) and (
         replaced.header.outs,
         replaced.header.cols,
         replaced.header.bits,
@@ -120,7 +120,7 @@ def pack(
                 ctypes.addressof(header), blocks.ctypes.data, blocks.strides[0], len(blocks), row, has_minimum
             )
             row += len(blocks)
-    return PackedWeight(header, ctypes.addressof(header), data, LIBRARY)
+    return CpuWeight(header, ctypes.addressof(header), data, LIBRARY)
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _ggml_blocks(tensor: GGUFTensor, bits: int) -> Iterator[tuple[np.ndarray, bo
 
 def _q8_0_of(weights: torch.Tensor) -> np.ndarray:
     """Rounds float32 rows to Q8_0. Each group of 32 has an fp16 scale, its largest magnitude / 127."""
-    groups = weights.view(len(weights), -1, GROUP)
+    groups = weights.view(len(weights), -1, SCALE_GROUP)
     scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
     inverse = torch.where(scales > 0, 1 / scales.float(), 0.0)
     quants = (groups * inverse).round_().clamp_(-127, 127).to(torch.int8)
@@ -195,7 +195,7 @@ def _int4_groups(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the quants, int32 [rows, cols], and the scales and zeros, [rows, groups], of Q4_0 or Q4_1 rows.
     A weight is (quant - 8) * scale + zero."""
-    groups = torch.from_numpy(blocks.reshape(len(blocks), cols // GROUP, -1).copy())
+    groups = torch.from_numpy(blocks.reshape(len(blocks), cols // SCALE_GROUP, -1).copy())
     scales = groups[..., 0:2].contiguous().view(torch.float16).squeeze(-1).float()
     zeros = (
         groups[..., 2:4].contiguous().view(torch.float16).squeeze(-1).float() + 8 * scales

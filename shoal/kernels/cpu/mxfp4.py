@@ -10,14 +10,14 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.cpu import linear as cpu_linear
-from shoal.kernels.cpu.linear import PackedWeight, TorchWeight
+from shoal.kernels.cpu.linear import CpuWeight, TorchWeight
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
-from shoal.kernels.quant.mxfp4_tensor import BIAS, GROUP, VALUES, Mxfp4Tensor
+from shoal.kernels.quant.mxfp4_tensor import BIAS, SCALE_GROUP, VALUES, Mxfp4Tensor
 
 
 def pack(
-    tensors: Sequence[Mxfp4Tensor], replaced: PackedWeight | TorchWeight | None = None
-) -> PackedWeight | TorchWeight:
+    tensors: Sequence[Mxfp4Tensor], replaced: CpuWeight | TorchWeight | None = None
+) -> CpuWeight | TorchWeight:
     """Makes one weight of all the tensors' rows, in order. Raises CheckpointError for scales that a float16
     does not hold."""
     return cpu_linear.pack([_q8_0(tensor) for tensor in tensors], replaced)
@@ -33,6 +33,6 @@ def _q8_0(tensor: Mxfp4Tensor) -> GGUFTensor:
             "no matmul on a CPU; name a dtype, to which its weights are unpacked"
         )
     doubled = (2 * torch.tensor(VALUES)).to(torch.int8)[tensor.unpacked().int()]
-    quants = doubled.unflatten(1, (-1, GROUP)).view(torch.uint8)
+    quants = doubled.unflatten(1, (-1, SCALE_GROUP)).view(torch.uint8)
     data: np.ndarray = torch.cat((scales.unsqueeze(2).view(torch.uint8), quants), dim=2).flatten(1).numpy()
     return GGUFTensor("Q8_0", tensor.shape, data)

@@ -64,14 +64,14 @@ def _row_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, elementwise. The first tile of the weight is on its way before the row is there."""
     WIDE: tl.constexpr = (
-        GROUP if GROUP > 0 and GROUP < BLOCK_I else BLOCK_I
+        SCALE_GROUP if SCALE_GROUP > 0 and SCALE_GROUP < BLOCK_I else BLOCK_I
     )  # columns of a tile with one scale
     PARTS: tl.constexpr = BLOCK_I // WIDE
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -95,9 +95,9 @@ def _row_kernel(
         next_start = start + BLOCK_I
         x_ptrs = x_ptr + start + column
         x = (tl.load(x_ptrs) if EVEN else tl.load(x_ptrs, mask=start + column < I, other=0.0)).to(tl.float32)
-        if GROUP > 0:
+        if SCALE_GROUP > 0:
             # The scale of a group is applied to its matmuls, as another group may follow in the same sums.
-            group = (start + part * WIDE) // GROUP
+            group = (start + part * WIDE) // SCALE_GROUP
             inside = (out < O)[:, None] & (start + part * WIDE < I)[None, :]
             at = group[None, :] * num_outs + out[:, None]
             scale = tl.load(scales_ptr + at, mask=inside, other=0.0)
@@ -114,7 +114,7 @@ def _row_kernel(
         if GATED:
             up_weight = tl.load(up_ptrs + next_start, mask=in_tile, other=0.0)
     result, up = tl.sum(tl.sum(sums, axis=2), axis=1), tl.sum(tl.sum(up_sums, axis=2), axis=1)
-    if GROUP == 0:
+    if SCALE_GROUP == 0:
         result *= tl.load(scales_ptr + out, mask=out < O, other=0.0)
         if GATED:
             up *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)
@@ -160,7 +160,7 @@ def _few_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     TILED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -205,19 +205,19 @@ def _few_kernel(
                 x = operand_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
                 ptrs = low_ptrs + (start + at) // 4
                 weight = operand(ptrs, ptrs + 2 * I, x.dtype)
-                if GROUP > 0:
+                if SCALE_GROUP > 0:
                     part = tl.dot(weight, x, part)
                 else:
                     sums = tl.dot(weight, x, sums)
                 if GATED:
                     ptrs += O.to(tl.int64) * (I // 4)
                     up_weight = operand(ptrs, ptrs + 2 * I, x.dtype)
-                    if GROUP > 0:
+                    if SCALE_GROUP > 0:
                         up_part = tl.dot(up_weight, x, up_part)
                     else:
                         up_sums = tl.dot(up_weight, x, up_sums)
-            if GROUP > 0:
-                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+            if SCALE_GROUP > 0:
+                scale_ptrs = scales_ptr + start // SCALE_GROUP * num_outs + out
                 sums += part * tl.load(scale_ptrs)[:, None]
                 if GATED:
                     up_sums += up_part * tl.load(scale_ptrs + O)[:, None]
@@ -230,8 +230,8 @@ def _few_kernel(
             weight = tl.load(weight_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
             if GATED:
                 up_weight = tl.load(up_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
-            if GROUP > 0:
-                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+            if SCALE_GROUP > 0:
+                scale_ptrs = scales_ptr + start // SCALE_GROUP * num_outs + out
                 scale = tl.load(scale_ptrs, mask=out < O, other=0.0)
                 sums += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 if GATED:
@@ -265,7 +265,7 @@ def _few_kernel(
             if GATED:
                 up_sums += tl.load(theirs + SIZE, cache_modifier=".cg")
 
-    if GROUP == 0:
+    if SCALE_GROUP == 0:
         sums *= tl.load(scales_ptr + out, mask=out < O, other=0.0)[:, None]
         if GATED:
             up_sums *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)[:, None]
@@ -288,7 +288,7 @@ def _many_kernel(
     T,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -317,15 +317,15 @@ def _many_kernel(
         else:
             x = tl.load(x_ptrs + start, mask=(start + column < I)[None, :], other=0.0)
             weight = tl.load(weight_ptrs + start, mask=(start + column < I)[:, None], other=0.0)
-        if GROUP > 0:
-            group = start // GROUP
+        if SCALE_GROUP > 0:
+            group = start // SCALE_GROUP
             x_scale = tl.load(x_scales_ptr + group * T + row, mask=row < T, other=0.0)
             scale = tl.load(scales_ptr + group * O + out, mask=out < O, other=0.0)
             sums += tl.dot(x, weight) * (x_scale[:, None] * scale[None, :])
         else:
             # Tensor cores of Hopper keep fewer bits than float32 of sums of fp8.
             sums = tl.dot(x, weight, sums, max_num_imprecise_acc=BLOCK_I)
-    if GROUP == 0:
+    if SCALE_GROUP == 0:
         x_scale = tl.load(x_scales_ptr + row, mask=row < T, other=0.0)
         scale = tl.load(scales_ptr + out, mask=out < O, other=0.0)
         sums = sums * x_scale[:, None] * scale[None, :]
@@ -478,7 +478,7 @@ def _row(
         GATED=shape.gated,
         ADD=shape.after is After.ADD,
         EVEN=shape.inputs % tiles.columns == 0,
-        GROUP=matrix.group,
+        SCALE_GROUP=matrix.group,
         BLOCK_O=tiles.outs,
         BLOCK_I=tiles.columns,
         num_warps=tiles.num_warps,
@@ -521,7 +521,7 @@ def _few(
         GATED=shape.gated,
         ADD=shape.after is After.ADD,
         EVEN=shape.inputs % tiles.columns == 0,
-        GROUP=matrix.group,
+        SCALE_GROUP=matrix.group,
         TILED=tiled,
         SPLITS=tiles.splits,
         BLOCK_T=tiles.rows,
@@ -551,7 +551,7 @@ def _many(
         rows,
         ADD=add,
         EVEN=inputs % tiles.columns == 0,
-        GROUP=matrix.group,
+        SCALE_GROUP=matrix.group,
         BLOCK_T=tiles.rows,
         BLOCK_O=tiles.outs,
         BLOCK_I=tiles.columns,

@@ -32,7 +32,7 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs, one per warp
 COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # two per slice: high and low
 STEPS: gl.constexpr = gl.constexpr(16)  # steps per tile: 64 inputs of 16 outputs, 16 bytes per lane
-GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
+SCALE_GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
 # Tiles of 8 KB in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
 EARLY: gl.constexpr = gl.constexpr(2)  # tiles requested before the row is there, as in hopper_fp8_row.py
@@ -58,11 +58,11 @@ def _request(stage, strip, k_tile, pred, memory, to_up, k_tiles, GATED: gl.const
             words_desc, [tile * STEPS, 0], full.index(stage), words_smem.index(place), pred=pred
         )
         tma.async_copy_global_to_shared(
-            scales_desc, [tile * GROUPS, 0], full.index(stage), scales_smem.index(place), pred=pred
+            scales_desc, [tile * SCALE_GROUPS, 0], full.index(stage), scales_smem.index(place), pred=pred
         )
         if MINIMA:
             tma.async_copy_global_to_shared(
-                minima_desc, [tile * GROUPS, 0], full.index(stage), minima_smem.index(place), pred=pred
+                minima_desc, [tile * SCALE_GROUPS, 0], full.index(stage), minima_smem.index(place), pred=pred
             )
 
 
@@ -224,11 +224,11 @@ def hopper_int4_row_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     words_smem = gl.allocate_shared_memory(gl.int32, [STAGES, STEPS, 128], words_desc.layout)
     words = words_smem._reinterpret(gl.int32, [STAGES, STEPS, 32, 4], plain)
-    scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES, GROUPS, 8], scales_desc.layout)
+    scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES, SCALE_GROUPS, 8], scales_desc.layout)
     scales = scales_smem._reinterpret(gl.int32, [STAGES, SLICES, 2, 8], plain)
     minima_smem, minima = scales_smem, scales
     if MINIMA:
-        minima_smem = gl.allocate_shared_memory(gl.int32, [STAGES, GROUPS, 8], scales_desc.layout)
+        minima_smem = gl.allocate_shared_memory(gl.int32, [STAGES, SCALE_GROUPS, 8], scales_desc.layout)
         minima = minima_smem._reinterpret(gl.int32, [STAGES, SLICES, 2, 8], plain)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
@@ -336,8 +336,8 @@ def hopper_int4_row_matmul(
         x_1I,
         norm_weight_I,
         _described(words, 128, STEPS.value),
-        _described(scales, 8, GROUPS.value),
-        None if minima is None else _described(minima, 8, GROUPS.value),
+        _described(scales, 8, SCALE_GROUPS.value),
+        None if minima is None else _described(minima, 8, SCALE_GROUPS.value),
         bias,
         out_1O,
         eps,

@@ -144,10 +144,10 @@ def _weights(
 
 
 @triton.jit
-def _of_groups(ptrs, group, GROUPS: tl.constexpr):
+def _of_groups(ptrs, group, SCALE_GROUPS: tl.constexpr):
     """The scales (or minima) of a step's inputs, which are in one group or in two: [TILES, 32, 4]."""
     first = tl.load(ptrs + group * 8)
-    if GROUPS == 1:
+    if SCALE_GROUPS == 1:
         found = tl.broadcast_to(first[:, :, None], (first.shape[0], 32, 4))
     else:
         both = tl.join(first, tl.load(ptrs + group * 8 + 8))
@@ -168,13 +168,13 @@ def add_step(
     BITS: tl.constexpr,
     E2M1: tl.constexpr,
     MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
 ):
     """Adds the matmul of one step's inputs to the sums, [outputs, rows]."""
     COLUMNS: tl.constexpr = 256 // BITS
-    GROUPS: tl.constexpr = 1 if GROUP >= COLUMNS else COLUMNS // GROUP
-    scales = _of_groups(scales_ptrs, group, GROUPS)
-    minima = _of_groups(minima_ptrs, group, GROUPS) if MINIMA else scales
+    SCALE_GROUPS: tl.constexpr = 1 if SCALE_GROUP >= COLUMNS else COLUMNS // SCALE_GROUP
+    scales = _of_groups(scales_ptrs, group, SCALE_GROUPS)
+    minima = _of_groups(minima_ptrs, group, SCALE_GROUPS) if MINIMA else scales
     words = tl.load(words_ptrs + step * 128)
     weights = _weights(words, scales, minima, words.shape[0], BITS, E2M1, MINIMA, x.dtype)
     return tl.dot(weights, tl.trans(x), sums)
@@ -196,7 +196,7 @@ def packed_kernel(
     steps,
     BITS: tl.constexpr,
     E2M1: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
@@ -213,7 +213,7 @@ def packed_kernel(
     COLUMNS: tl.constexpr = 256 // BITS
     TILES: tl.constexpr = BLOCK_O // 16
     all_steps = tl.cdiv(I, COLUMNS)
-    groups = tl.cdiv(I, GROUP) if GROUP >= COLUMNS else all_steps * (COLUMNS // GROUP)
+    groups = tl.cdiv(I, SCALE_GROUP) if SCALE_GROUP >= COLUMNS else all_steps * (COLUMNS // SCALE_GROUP)
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     out = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     tile = (tl.program_id(1) * TILES + tl.arange(0, TILES)).to(tl.int64)
@@ -248,9 +248,13 @@ def packed_kernel(
                 step = tl.minimum(step, all_steps - 1)  # Whatever is read there meets zeros.
             x = tl.load(x_ptrs + (start + i) * COLUMNS, mask=in_x, other=0.0)
             # One expression where all steps of a round are in one group, so that it is loaded once.
-            group = start * COLUMNS // GROUP if GROUP >= STEPS * COLUMNS else step * COLUMNS // GROUP
+            group = (
+                start * COLUMNS // SCALE_GROUP
+                if SCALE_GROUP >= STEPS * COLUMNS
+                else step * COLUMNS // SCALE_GROUP
+            )
             sums = add_step(
-                x, words_ptrs, scales_ptrs, minima_ptrs, step, group, sums, BITS, E2M1, MINIMA, GROUP
+                x, words_ptrs, scales_ptrs, minima_ptrs, step, group, sums, BITS, E2M1, MINIMA, SCALE_GROUP
             )
             if GATED:
                 up_sums = add_step(
@@ -264,7 +268,7 @@ def packed_kernel(
                     BITS,
                     E2M1,
                     MINIMA,
-                    GROUP,
+                    SCALE_GROUP,
                 )
 
     if SPLITS > 1:
@@ -317,7 +321,7 @@ def _unpack_kernel(
     I,
     BITS: tl.constexpr,
     E2M1: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Unpacks some inputs of one output, given by an id, or by the program's number and `first`."""
@@ -331,7 +335,7 @@ def _unpack_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
     all_steps = tl.cdiv(I, COLUMNS)
-    groups = tl.cdiv(I, GROUP) if GROUP >= COLUMNS else all_steps * (COLUMNS // GROUP)
+    groups = tl.cdiv(I, SCALE_GROUP) if SCALE_GROUP >= COLUMNS else all_steps * (COLUMNS // SCALE_GROUP)
     tile, h, g = out // 16, out // 8 % 2, out % 8
     u, c, e = column // 8 % 2, column // 2 % 4, column % 2
     if BITS == 4:
@@ -342,7 +346,7 @@ def _unpack_kernel(
     bits = (tl.load(words_ptr + at, mask=inside, other=0) >> shift.to(tl.int32)) & mask
     if E2M1:
         bits = _e2m1(bits >> (4 * h).to(tl.int32), DTYPE)
-    at = (tile * groups + column // GROUP) * 8 + g
+    at = (tile * groups + column // SCALE_GROUP) * 8 + g
     scales = _half_of(scales_ptr, at, h, inside)
     lowest = tl.full((BLOCK,), 0x8000, tl.int32)
     if minima_ptr is not None:
@@ -474,7 +478,7 @@ def matmul(
         tiles.rounds(inputs, weight.bits),
         BITS=weight.bits,
         E2M1=weight.e2m1,
-        GROUP=weight.group,
+        SCALE_GROUP=weight.group,
         GATED=gated,
         ADD=residual_TO is not None,
         EVEN=inputs % columns == 0,
@@ -505,7 +509,7 @@ def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | 
             inputs,
             BITS=weight.bits,
             E2M1=weight.e2m1,
-            GROUP=weight.group,
+            SCALE_GROUP=weight.group,
             BLOCK=block,
             num_warps=4,
             **ORDINARY,

@@ -57,7 +57,7 @@ def _tiled_kernel(
     K: tl.constexpr,
     BITS: tl.constexpr,
     E2M1: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -72,7 +72,11 @@ def _tiled_kernel(
     COLUMNS: tl.constexpr = 256 // BITS
     TILES: tl.constexpr = BLOCK_O // 16
     ALL_STEPS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    GROUPS: tl.constexpr = (I + GROUP - 1) // GROUP if GROUP >= COLUMNS else ALL_STEPS * (COLUMNS // GROUP)
+    SCALE_GROUPS: tl.constexpr = (
+        (I + SCALE_GROUP - 1) // SCALE_GROUP
+        if SCALE_GROUP >= COLUMNS
+        else ALL_STEPS * (COLUMNS // SCALE_GROUP)
+    )
     EVEN: tl.constexpr = I % (STEPS * COLUMNS) == 0
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     # Tiles beyond the expert's last one are the last one again, and are not stored.
@@ -85,7 +89,7 @@ def _tiled_kernel(
         + lane[None, :, None] * 4
         + tl.arange(0, 4)[None, None, :]
     )
-    at_scales = (tile * (GROUPS * 8))[:, None] + lane[None, :] // 4
+    at_scales = (tile * (SCALE_GROUPS * 8))[:, None] + lane[None, :] // 4
     scales_ptrs = scales_ptr + at_scales
     minima_ptrs = scales_ptrs
     if MINIMA:
@@ -104,23 +108,27 @@ def _tiled_kernel(
                 step = tl.minimum(step, ALL_STEPS - 1)  # Whatever is read there meets zeros.
             x = tl.load(x_ptrs + (start + i) * COLUMNS, mask=in_x, other=0.0)
             # One expression where all steps of a round are in one group, so that it is loaded once.
-            group = start * COLUMNS // GROUP if GROUP >= STEPS * COLUMNS else step * COLUMNS // GROUP
+            group = (
+                start * COLUMNS // SCALE_GROUP
+                if SCALE_GROUP >= STEPS * COLUMNS
+                else step * COLUMNS // SCALE_GROUP
+            )
             sums = add_step(
-                x, words_ptrs, scales_ptrs, minima_ptrs, step, group, sums, BITS, E2M1, MINIMA, GROUP
+                x, words_ptrs, scales_ptrs, minima_ptrs, step, group, sums, BITS, E2M1, MINIMA, SCALE_GROUP
             )
             if GATED:
                 up_sums = add_step(
                     x,
                     words_ptrs + O // 16 * ALL_STEPS * 128,
-                    scales_ptrs + O // 16 * GROUPS * 8,
-                    minima_ptrs + O // 16 * GROUPS * 8,
+                    scales_ptrs + O // 16 * SCALE_GROUPS * 8,
+                    minima_ptrs + O // 16 * SCALE_GROUPS * 8,
                     step,
                     group,
                     up_sums,
                     BITS,
                     E2M1,
                     MINIMA,
-                    GROUP,
+                    SCALE_GROUP,
                 )
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     LARGER: tl.constexpr = LARGER_BF16 if tl.bfloat16 == DTYPE else LARGER_FP16
@@ -140,7 +148,7 @@ def _fp8_kernel(
     I: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     GATED: tl.constexpr,
     TILED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -173,7 +181,7 @@ def _fp8_kernel(
     sums = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     up_sums = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     for start in range(0, I, BLOCK_I):
-        if GROUP > 0:
+        if SCALE_GROUP > 0:
             part = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
             up_part = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
         else:
@@ -197,14 +205,14 @@ def _fp8_kernel(
             if GATED:
                 up_weight = tl.load(weight_ptrs + O * I + start, mask=in_weight, other=0.0).to(x.dtype)
                 up_part = tl.dot(up_weight, x, up_part, input_precision="ieee")
-        if GROUP > 0:
-            group_ptrs = scales_ptrs + start // GROUP * (E * ROWS)
+        if SCALE_GROUP > 0:
+            group_ptrs = scales_ptrs + start // SCALE_GROUP * (E * ROWS)
             sums += part * tl.load(group_ptrs, mask=out < O, other=0.0)[:, None]
             if GATED:
                 up_sums += up_part * tl.load(group_ptrs + O, mask=out < O, other=0.0)[:, None]
         else:
             sums, up_sums = part, up_part
-    if GROUP == 0:
+    if SCALE_GROUP == 0:
         sums *= tl.load(scales_ptrs, mask=out < O, other=0.0)[:, None]
         if GATED:
             up_sums *= tl.load(scales_ptrs + O, mask=out < O, other=0.0)[:, None]
@@ -267,7 +275,7 @@ def _tiled_matmul(
         K=top_k,
         BITS=weight.bits,
         E2M1=weight.e2m1,
-        GROUP=weight.group,
+        SCALE_GROUP=weight.group,
         GATED=gated,
         BLOCK_M=cut.rows,
         BLOCK_O=cut.outs,
@@ -303,7 +311,7 @@ def _fp8_matmul(
         I=inputs,
         K=top_k,
         E=num_experts,
-        GROUP=matrix.group,
+        SCALE_GROUP=matrix.group,
         GATED=gated,
         TILED=tiled,
         BLOCK_M=cut.rows,

@@ -24,21 +24,21 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _to_fp8(y, GROUP: tl.constexpr):
-    """From float32 [C] to fp8 [C] and scales [C / GROUP]."""
-    groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))
+def _to_fp8(y, SCALE_GROUP: tl.constexpr):
+    """From float32 [C] to fp8 [C] and scales [C / SCALE_GROUP]."""
+    groups = tl.reshape(y, (y.shape[0] // SCALE_GROUP, SCALE_GROUP))
     scales = tl.maximum(tl.max(tl.abs(groups), axis=1), _SMALLEST) / _LARGEST
     return tl.reshape((groups * (1.0 / scales)[:, None]).to(tl.float8e4nv), (y.shape[0],)), scales
 
 
 @triton.jit
-def _store_fp8(y, out_ptr, scales_ptr, row, T, I, first, GROUP: tl.constexpr):
+def _store_fp8(y, out_ptr, scales_ptr, row, T, I, first, SCALE_GROUP: tl.constexpr):
     """Stores columns `first` and up of a row."""
-    data, scales = _to_fp8(y, GROUP)
+    data, scales = _to_fp8(y, SCALE_GROUP)
     column = first + tl.arange(0, y.shape[0])
     tl.store(out_ptr + row * I + column, data, mask=column < I)
-    group = first // GROUP + tl.arange(0, y.shape[0] // GROUP)
-    tl.store(scales_ptr + group.to(tl.int64) * T + row, scales, mask=group * GROUP < I)
+    group = first // SCALE_GROUP + tl.arange(0, y.shape[0] // SCALE_GROUP)
+    tl.store(scales_ptr + group.to(tl.int64) * T + row, scales, mask=group * SCALE_GROUP < I)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -49,7 +49,7 @@ def _quantize_kernel(
     T,
     I,
     GATED: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,7 +62,7 @@ def _quantize_kernel(
     if GATED:
         up = tl.load(x_ptr + I + column, mask=column < I, other=0.0)
         y = (silu(y.to(tl.float32)) * up.to(tl.float32)).to(y.dtype)
-    _store_fp8(y.to(tl.float32), out_ptr, scales_ptr, row, T, I, first, GROUP)
+    _store_fp8(y.to(tl.float32), out_ptr, scales_ptr, row, T, I, first, SCALE_GROUP)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -76,7 +76,7 @@ def _rms_norm_fp8_kernel(
     T,
     D: tl.constexpr,
     ADD: tl.constexpr,
-    GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -94,7 +94,7 @@ def _rms_norm_fp8_kernel(
     scale = tl.rsqrt(tl.sum(x32 * x32) / D + eps)
     normed = (x32 * scale).to(x.dtype).to(tl.float32)
     y = (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
-    _store_fp8(y, out_ptr, scales_ptr, row, T, D, 0, GROUP)
+    _store_fp8(y, out_ptr, scales_ptr, row, T, D, 0, SCALE_GROUP)
 
 
 def quantize(x_TI: torch.Tensor, group: int) -> Fp8Rows:
@@ -124,7 +124,7 @@ def rms_norm_fp8(
         rows,
         D=size,
         ADD=x_TD is not None,
-        GROUP=group or block,
+        SCALE_GROUP=group or block,
         BLOCK=block,
         num_warps=_warps(block),
         **pdl_options(),
@@ -143,7 +143,7 @@ def _quantize(x: torch.Tensor, size: int, group: int, gated: bool) -> Fp8Rows:
         len(x),
         size,
         GATED=gated,
-        GROUP=group or block,
+        SCALE_GROUP=group or block,
         BLOCK=block,
         num_warps=_warps(block),
         **pdl_options(),

@@ -10,7 +10,7 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
-GROUP = 32
+SCALE_GROUP = 32
 BIAS = 127  # e8m0: a scale's exponent is its byte less this.
 NAN = 255  # the one byte that is not a scale
 # The numbers by their bits: sign, two of exponent, one of mantissa
@@ -34,7 +34,7 @@ class Mxfp4Tensor(QuantizedTensor):
 
     @property
     def group_size(self) -> int:
-        return GROUP
+        return SCALE_GROUP
 
     def unpacked(self) -> torch.Tensor:
         """The quants, uint8 [O, I]."""
@@ -46,7 +46,7 @@ class Mxfp4Tensor(QuantizedTensor):
         quants = replace(self, quants=self.quants.to(device)).unpacked()
         values = torch.tensor(VALUES, device=device)[quants.int()]
         exponents = self.scales.to(device).int().unsqueeze(2) - BIAS
-        return torch.ldexp(values.unflatten(1, (-1, GROUP)), exponents).flatten(1).to(dtype)
+        return torch.ldexp(values.unflatten(1, (-1, SCALE_GROUP)), exponents).flatten(1).to(dtype)
 
     def rows(self, start: int, stop: int) -> Mxfp4Tensor:
         return replace(
@@ -57,14 +57,14 @@ class Mxfp4Tensor(QuantizedTensor):
         )
 
     def columns(self, start: int, stop: int) -> Mxfp4Tensor:
-        if start % GROUP or stop % GROUP:
+        if start % SCALE_GROUP or stop % SCALE_GROUP:
             raise CheckpointError(
                 f"columns {start} to {stop} of a matrix of shape {list(self.shape)} in mxfp4 cut through its "
-                f"groups of {GROUP}; choose a smaller tensor_parallel_size"
+                f"groups of {SCALE_GROUP}; choose a smaller tensor_parallel_size"
             )
         return replace(
             self,
             shape=(self.shape[0], stop - start),
             quants=self.quants[:, start // 2 : stop // 2],
-            scales=self.scales[:, start // GROUP : stop // GROUP],
+            scales=self.scales[:, start // SCALE_GROUP : stop // SCALE_GROUP],
         )

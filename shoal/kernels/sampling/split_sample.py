@@ -150,15 +150,15 @@ def _tiles(logits_SV: torch.Tensor, first: int, temperatures_S1: torch.Tensor, k
     num_tiles = -(-(before + logits_SV.shape[1]) // TILE)
     behind = num_tiles * TILE - before - logits_SV.shape[1]
     padded = F.pad(logits_SV / temperatures_S1, (before, behind), value=-math.inf)
-    pieces = padded.view(num_seqs, num_tiles, TILE)
-    masses = pieces.logsumexp(2)
+    tiled = padded.view(num_seqs, num_tiles, TILE)
+    masses = tiled.logsumexp(2)
     tiles = first // TILE + torch.arange(num_tiles, dtype=torch.int32)
     chosen = torch.tensor(sorted({0, num_tiles - 1})).expand(num_seqs, -1)
     if num_tiles > 2:
         noisy = (masses + gumbel(*keys, -1 - tiles))[:, 1:-1]
         chosen = torch.cat((chosen, 1 + noisy.argmax(1, keepdim=True)), dim=1)
     tokens = (tiles[chosen] * TILE).unsqueeze(2) + torch.arange(TILE, dtype=torch.int32)
-    logits = pieces.gather(1, chosen.unsqueeze(2).expand(-1, -1, TILE))
+    logits = tiled.gather(1, chosen.unsqueeze(2).expand(-1, -1, TILE))
     noise = gumbel(keys[0].unsqueeze(2), keys[1].unsqueeze(2), tokens)
     scores, at = (noise + logits).max(dim=2)
     return masses.gather(1, chosen), tiles[chosen], scores, tokens.gather(2, at.unsqueeze(2)).squeeze(2)

@@ -257,9 +257,9 @@ def test_every_fp8_number_is_multiplied_as_what_it_is():
 def test_new_weights_lie_where_the_old_ones_lay():
     tensor, _ = joined("gptq")
     first = cpu_int4.pack([tensor])
-    assert isinstance(first, cpu_linear.PackedWeight | cpu_linear.TorchWeight)
+    assert isinstance(first, cpu_linear.CpuWeight | cpu_linear.TorchWeight)
     again = cpu_int4.pack([tensor], first)
-    if isinstance(first, cpu_linear.PackedWeight):
+    if isinstance(first, cpu_linear.CpuWeight):
         assert again.data.data_ptr() == first.data.data_ptr()
     fp8 = Fp8Tensor.of(torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(1), (0, 0))
     before = cpu_fp8.pack([fp8])
