@@ -19,7 +19,7 @@ import numpy as np
 from shoal.engine.runner.decode_groups import DecodeGroups
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
-from shoal.kernels.sampling.row_options import Option, pack_record
+from shoal.kernels.sampling.row_options import Option, pack_options
 from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import (
     FIELDS,
@@ -241,7 +241,8 @@ class RowStart:
     them."""
 
     row: int
-    record: np.ndarray  # kernels/sampling/row_options.py
+    fields: np.ndarray  # kernels/sampling/row_options.py
+    lists: np.ndarray
     tokens: list[int]
     block_ids: list[int]  # the blocks that the tokens fill
 
@@ -418,10 +419,10 @@ class BatchBuilder:
     def _start_options(self, seq: Sequence, row: int, options: SamplerOptions) -> SampledFrom:
         """Sends the options of a sequence that has just got its row. Returns from what it is sampled."""
         params = seq.request.params
-        if not seq.request.embed and (record := _record_of(seq)) is not None:
-            tokens = seq.token_ids if record[Option.READS_HISTORY] else []
+        if not seq.request.embed and (found := _options_of(seq)) is not None:
+            tokens = seq.token_ids if found[0][Option.READS_HISTORY] else []
             blocks = seq.block_ids[: -(-len(tokens) // self.block_size)]
-            options.starts.append(RowStart(row, record, list(tokens), list(blocks)))
+            options.starts.append(RowStart(row, *found, list(tokens), list(blocks)))
             return SampledFrom.OPTIONS
         whole = params.structured_outputs is not None or (
             self.splits_sampling
@@ -517,20 +518,20 @@ class BatchBuilder:
             options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
 
 
-def _record_of(seq: Sequence) -> np.ndarray | None:
-    """Returns the record of a sequence's options. None: it has none. The mask of a grammar holds what is
+def _options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns a sequence's options, fields and lists. None: it has none. The mask of a grammar holds what is
     banned and allowed, too, so that tokens remain that fit all of them."""
     request, params = seq.request, seq.request.params
     in_mask = seq.grammar is not None
     has_limits = request.bad_word_ids or params.min_tokens or params.allowed_token_ids is not None
     if not (params.has_penalties or params.logit_bias or (has_limits and not in_mask)):
         return None
-    return pack_record(
+    return pack_options(
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_prompt=seq.num_prompt_tokens,
         last=seq.token_ids[-1],
         min_end=0 if in_mask else seq.num_prompt_tokens + params.min_tokens,
-        stops=sorted(seq.stop_ids),
+        stops=sorted(seq.stop_ids) if params.min_tokens and not in_mask else [],
         allowed=[] if in_mask else params.allowed_token_ids or [],
         bias=params.logit_bias or {},
         words=() if in_mask else request.bad_word_ids,

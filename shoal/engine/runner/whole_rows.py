@@ -78,6 +78,7 @@ class WholeRowSampler:
             self.options = RowOptions(fields_RO, addresses_R, tables_RM, history, counts_KV)
             # What a captured chunk reads and writes. There is no chunk before a step brings one.
             self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
+            self._no_lists = torch.zeros(0, dtype=torch.int32)
             self.tokens_K = torch.zeros(most, dtype=torch.int32)
             self.logits_KV = torch.empty(most if tp.rank == 0 else 0, head.vocab_size, dtype=torch.float32)
         self.graphs: StepGraphs[int] | None = None
@@ -118,16 +119,33 @@ class WholeRowSampler:
     # Sequences
 
     def start_rows(self, options: SamplerOptions) -> None:
-        """Sends the options, and tokens, of sequences that have just got their rows."""
-        for start in options.starts:
-            self.options.start(start.row, upload(torch.from_numpy(start.record), self.device))
-            if start.tokens:
-                num_blocks, (_, block_size) = len(start.block_ids), self.options.history.shape
-                packed = np.zeros(num_blocks * (1 + block_size), np.int32)
-                packed[:num_blocks] = start.block_ids
-                packed[num_blocks : num_blocks + len(start.tokens)] = start.tokens
-                on_device = upload(torch.from_numpy(packed), self.device)
-                self.options.write_tokens(on_device[:num_blocks], on_device[num_blocks:])
+        """Sends the options, and tokens, of all sequences that have just got their rows: in one copy, and one
+        more for each sequence with lists."""
+        starts = options.starts
+        if not starts:
+            return
+        lists, addresses = {}, []
+        for one in starts:
+            lists[one.row] = self._no_lists
+            if len(one.lists):
+                lists[one.row] = upload(torch.from_numpy(one.lists), self.device)
+            addresses.append(lists[one.row].data_ptr())
+        block_size = self.options.history.shape[1]
+        blocks = [block for one in starts for block in one.block_ids]
+        tokens = [_padded(one.tokens, len(one.block_ids) * block_size) for one in starts]
+        parts = [
+            np.array(addresses, np.int64).view(np.int32),
+            np.array([one.row for one in starts], np.int32),
+            np.concatenate([one.fields for one in starts]),
+            np.array(blocks, np.int32),
+            np.concatenate(tokens),
+        ]
+        on_device = upload(torch.from_numpy(np.concatenate(parts)), self.device)
+        addresses_N, rows_N, fields_NO, blocks_M, tokens_M = on_device.split([len(part) for part in parts])
+        fields_NO = fields_NO.view(len(starts), len(Option))
+        self.options.start(lists, fields_NO, rows_N.long(), addresses_N.view(torch.int64))
+        if blocks:
+            self.options.write_tokens(blocks_M.long(), tokens_M)
 
     def memory_is_new(self) -> None:
         """To be called when the memory of the region has been released and taken again."""
@@ -136,7 +154,7 @@ class WholeRowSampler:
     def forget(self) -> None:
         """Drops all options. This is for when no sequence has a row: each one that gets a row again brings
         them."""
-        self.options.records.clear()
+        self.options.lists.clear()
 
     # Steps
 
@@ -237,3 +255,9 @@ class WholeRowSampler:
 
     def _few_threads(self, num_rows: int) -> AbstractContextManager[None]:
         return few_threads(self.device, num_rows * self.logits_KV.shape[1])
+
+
+def _padded(tokens: list[int], size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded

@@ -20,7 +20,7 @@ def ban_words(
             continue
         ends = one.ids(Option.WORDS_START).tolist()
         words_at = one.fields[Option.WORDS_START] + len(ends)
-        tokens = one.record[words_at : words_at + ends[-1]].tolist()
+        tokens = one.lists[words_at : words_at + ends[-1]].tolist()
         output: list[int] = []
         if one.fields[Option.READS_HISTORY]:
             first = max(one.fields[Option.NUM_PROMPT], positions[k] + 1 - len(tokens))

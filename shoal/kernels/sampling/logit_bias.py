@@ -12,5 +12,5 @@ def add_bias(logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOptions)
     for k, _, one in options.rows(rows_K):
         if count := one.fields[Option.BIAS_COUNT]:
             values_at = one.fields[Option.BIAS_START] + count
-            values = one.record[values_at : values_at + count].view(torch.float32)
+            values = one.lists[values_at : values_at + count].view(torch.float32)
             logits_KV[k, one.ids(Option.BIAS_START)] += values

@@ -1,9 +1,9 @@
 """`RowOptions`: what a sequence asks of its logits beyond the fields of its state row, and the tokens it has.
 Each option has a pair of files here, `penalties.py` and so on: the meaning in PyTorch, and a Triton kernel.
 
-A row with options has a record, an int32 tensor that is made when the sequence gets its row: the columns of
-`Option`, then the lists that they point to. Floats are stored as their bits. The columns of all rows are
-copied into one table, where the device changes LAST.
+The fields of all rows are one int32 table with the columns of `Option`, where floats are stored as their
+bits. The host writes a row of it when a sequence gets that row; the device changes LAST. A row's lists of
+token ids are an int32 tensor of their own, as few sequences have any, and of any length.
 
 The tokens of such a row lie in `history`, one int32 for each token of the KV cache, under the sequence's own
 block table. So they have room wherever the KV has, sequences that share blocks share their tokens, and
@@ -23,7 +23,7 @@ import torch
 
 
 class Option(IntEnum):
-    """Columns of the table of options. A list is START, where it begins in the record, and COUNT."""
+    """Columns of the table of fields. A list is START, where it begins among the row's lists, and COUNT."""
 
     REPETITION = 0  # float32; 1: off
     PRESENCE = 1  # float32; 0: off
@@ -42,7 +42,7 @@ class Option(IntEnum):
     WORDS_COUNT = 14
 
 
-def pack_record(
+def pack_options(
     *,
     penalties: tuple[float, float, float],
     num_prompt: int,
@@ -52,25 +52,25 @@ def pack_record(
     allowed: Sequence[int],
     bias: Mapping[int, float],
     words: Sequence[Sequence[int]],
-) -> np.ndarray:
-    """Returns the record of these options. `penalties`: repetition, presence, frequency."""
-    header = np.zeros(len(Option), np.int32)
-    header[: Option.NUM_PROMPT] = np.array(penalties, np.float32).view(np.int32)
-    header[Option.NUM_PROMPT], header[Option.LAST], header[Option.MIN_END] = num_prompt, last, min_end
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the fields of these options, and their lists. `penalties`: repetition, presence, frequency."""
+    fields = np.zeros(len(Option), np.int32)
+    fields[: Option.NUM_PROMPT] = np.array(penalties, np.float32).view(np.int32)
+    fields[Option.NUM_PROMPT], fields[Option.LAST], fields[Option.MIN_END] = num_prompt, last, min_end
     has_penalties = penalties != (1.0, 0.0, 0.0)
-    header[Option.READS_HISTORY] = has_penalties or any(len(word) > 1 for word in words)
+    fields[Option.READS_HISTORY] = has_penalties or any(len(word) > 1 for word in words)
     lists: dict[Option, list[Sequence[int] | np.ndarray]] = {
         Option.STOPS_START: [stops],
         Option.ALLOWED_START: [allowed],
         Option.BIAS_START: [[*bias], np.array([*bias.values()], np.float32).view(np.int32)],
         Option.WORDS_START: [np.cumsum([len(word) for word in words], dtype=np.int32), *words],
     }
-    parts, at = [header], len(header)
+    parts, at = [], 0
     for start, columns in lists.items():
-        header[start], header[start + 1] = at, len(columns[0])
+        fields[start], fields[start + 1] = at, len(columns[0])
         parts += [np.asarray(column, np.int32) for column in columns]
         at += sum(map(len, columns))
-    return np.concatenate(parts)
+    return fields, np.concatenate(parts)
 
 
 @dataclass(slots=True)
@@ -78,28 +78,35 @@ class RowOptions:
     """The options of the rows and their tokens, on the device. The last row is nobody's."""
 
     fields_RO: torch.Tensor  # int32; may be of an earlier sequence where a row has no options
-    addresses_R: torch.Tensor  # int64: where each row's record is
+    addresses_R: torch.Tensor  # int64: where each row's lists are; 0: it has none
     block_tables_RM: torch.Tensor
     history: torch.Tensor  # int32 [blocks, block size]
     # int32: a kernel's counts of tokens in one call, and zero between calls. PyTorch needs none.
     counts_KV: torch.Tensor
-    records: dict[int, torch.Tensor] = field(default_factory=dict)  # by row
+    lists: dict[int, torch.Tensor] = field(default_factory=dict)  # by row
 
-    def start(self, row: int, record: torch.Tensor) -> None:
-        """Gives a row its record. What is in flight on the device may still read the one before."""
-        self.records[row] = record
-        self.fields_RO[row].copy_(record[: len(Option)])
-        self.addresses_R[row].fill_(record.data_ptr())
+    def start(
+        self,
+        lists: Mapping[int, torch.Tensor],
+        fields_NO: torch.Tensor,
+        rows_N: torch.Tensor,
+        addresses_N: torch.Tensor,
+    ) -> None:
+        """Gives rows their options. `lists`: by row, at `addresses_N`. Steps in flight may still read what
+        these rows had."""
+        self.lists |= lists
+        self.fields_RO.index_copy_(0, rows_N, fields_NO)
+        self.addresses_R.index_copy_(0, rows_N, addresses_N)
 
     def write_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Stores a sequence's tokens, which fill these of its blocks but for the end of the last."""
-        self.history.index_copy_(0, blocks.long(), tokens.view(-1, self.history.shape[1]))
+        """Stores tokens of sequences, which fill these blocks but for the end of each sequence's last."""
+        self.history.index_copy_(0, blocks, tokens.view(-1, self.history.shape[1]))
 
     def rows(self, rows_K: torch.Tensor) -> Iterator[tuple[int, int, OptionsOfRow]]:
         """Yields k, row and options of each of these rows but padding (-1)."""
         for k, row in enumerate(rows_K.tolist()):
             if row >= 0:
-                yield k, row, OptionsOfRow(self.fields_RO[row], self.records[row])
+                yield k, row, OptionsOfRow(self.fields_RO[row], self.lists[row])
 
     def tokens(self, row: int, end: int) -> torch.Tensor:
         """Returns the row's first `end` tokens, int32."""
@@ -111,8 +118,8 @@ class RowOptions:
 class OptionsOfRow:
     """Reads the options of one row."""
 
-    def __init__(self, fields_O: torch.Tensor, record: torch.Tensor) -> None:
-        self.fields_O, self.record = fields_O, record
+    def __init__(self, fields_O: torch.Tensor, lists: torch.Tensor) -> None:
+        self.fields_O, self.lists = fields_O, lists
         self.fields = fields_O.tolist()
 
     @property
@@ -123,4 +130,4 @@ class OptionsOfRow:
     def ids(self, start: Option) -> torch.Tensor:
         """Returns a list of token ids, int64."""
         at = self.fields[start]
-        return self.record[at : at + self.fields[start + 1]].long()
+        return self.lists[at : at + self.fields[start + 1]].long()

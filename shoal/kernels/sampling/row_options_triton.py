@@ -25,8 +25,8 @@ def load_option(fields_ptr, row, OPTION: tl.constexpr):
 @triton.jit
 def load_list(fields_ptr, addresses_ptr, row, START: tl.constexpr):
     """Returns a pointer to a list of a row that has options, and the list's COUNT."""
-    record_ptr = tl.load(addresses_ptr + row).to(tl.pointer_type(tl.int32))
-    return record_ptr + load_option(fields_ptr, row, START), load_option(fields_ptr, row, START + 1)
+    lists_ptr = tl.load(addresses_ptr + row).to(tl.pointer_type(tl.int32))
+    return lists_ptr + load_option(fields_ptr, row, START), load_option(fields_ptr, row, START + 1)
 
 
 @triton.jit

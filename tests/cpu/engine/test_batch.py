@@ -142,13 +142,14 @@ def test_whole_rows_name_the_samples_that_have_options():
     assert decode_count(header[Header.LOGPROBS]) == 4 and decode_count(header[Header.PROMPT_LOGPROBS]) is None
     bias, penalty = options.starts
     assert (bias.row, bias.tokens, bias.block_ids) == (rows[1], [], []), "no option reads its tokens"
-    at = bias.record[Option.BIAS_START]
-    assert bias.record[Option.BIAS_COUNT] == 1
-    assert bias.record[at : at + 2].tolist() == [3, float_bits(2.0)]
-    assert bias.record[Option.MIN_END] == 7 + 2 and bias.record[bias.record[Option.STOPS_START]] == 9
+    at = bias.fields[Option.BIAS_START]
+    assert bias.fields[Option.BIAS_COUNT] == 1
+    assert bias.lists[at : at + 2].tolist() == [3, float_bits(2.0)]
+    assert bias.fields[Option.MIN_END] == 7 + 2 and bias.lists[bias.fields[Option.STOPS_START]] == 9
     assert (penalty.row, penalty.tokens) == (rows[2], [0, 1, 2])
     assert penalty.block_ids == plan.scheduled[2].seq.block_ids[:1]
-    assert penalty.record[:4].tolist() == [float_bits(1.5), 0, 0, 3] and penalty.record[Option.LAST] == 2
+    assert penalty.fields[:4].tolist() == [float_bits(1.5), 0, 0, 3] and penalty.fields[Option.LAST] == 2
+    assert not len(penalty.lists)
 
 
 def test_whole_rows_come_in_chunks_of_the_sizes_there_are():

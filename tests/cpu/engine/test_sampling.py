@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shoal.engine import step_loop
+from shoal.engine.runner import whole_rows
 from shoal.engine.runner.batch import RowStart, SamplerOptions
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.sampling import logprobs
@@ -18,7 +19,7 @@ from shoal.engine.step_loop import StepLoop
 from shoal.kernels import reference
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling import logprobs as rows_of_logits
-from shoal.kernels.sampling.row_options import pack_record
+from shoal.kernels.sampling.row_options import pack_options
 from shoal.kernels.state import Field, StateLayout
 from shoal.layers.parallel import TensorParallel
 
@@ -50,9 +51,9 @@ def step_rows(*rows, options=None):
     return StepWholeRows(torch.from_numpy(section), section, len(rows), options)
 
 
-def record(**changes):
+def packed(**changes):
     neutral = dict(penalties=(1.0, 0.0, 0.0), num_prompt=0, last=0, min_end=0, stops=(), allowed=())
-    return pack_record(**neutral | dict(bias={}, words=()) | changes)
+    return pack_options(**neutral | dict(bias={}, words=()) | changes)
 
 
 def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afterwards(monkeypatch):
@@ -120,7 +121,7 @@ def test_the_tokens_of_a_new_row_are_sent_without_waiting_for_the_device(monkeyp
     sampler = sampler_of(3, 10)
     sampler.state.block_tables[0][1, :2] = torch.tensor([7, 2])
     starts = [
-        RowStart(1, record(last=i, num_prompt=2), tokens, [7, 2][: -(-len(tokens) // 4)])
+        RowStart(1, *packed(last=i, num_prompt=2, stops=[i] * i), tokens, [7, 2][: -(-len(tokens) // 4)])
         for i, tokens in enumerate(([2, 3, 4, 7, 4], [2, 3, 9], [2, 3]))  # each admission sends them again
     ]
     for start in starts:
@@ -130,9 +131,34 @@ def test_the_tokens_of_a_new_row_are_sent_without_waiting_for_the_device(monkeyp
             patched.setattr(torch, "bincount", wait)
             sampler.start_rows(SamplerOptions(starts=[start]))
         assert sampler.options.tokens(1, len(start.tokens)).tolist() == start.tokens
-        assert sampler.options.records[1].tolist() == start.record.tolist()
+        assert sampler.options.fields_RO[1].tolist() == start.fields.tolist()
+        assert sampler.options.lists[1].tolist() == start.lists.tolist()
     history = sampler.options.history
     assert not history[[block for block in range(20) if block not in (7, 2)]].any()
+
+
+def test_the_options_of_all_rows_that_a_step_admits_are_sent_in_one_copy(monkeypatch):
+    sizes = []
+
+    def upload(values, device):
+        sizes.append(len(values))
+        return values
+
+    monkeypatch.setattr(whole_rows, "upload", upload)
+    sampler = sampler_of(6, 10)
+    sampler.state.block_tables[0][:4, :2] = torch.tensor([[3, 5], [3, 6], [1, 0], [9, 2]])
+    tokens = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8], [0] * 8]  # the first two share a block
+    starts = [
+        RowStart(row, *packed(last=ids[-1], penalties=(1.0, row, 0.5)), ids, blocks)
+        for row, (ids, blocks) in enumerate(zip(tokens, ([3, 5], [3, 6], [1], [9, 2])))
+    ]
+    starts.append(RowStart(5, *packed(bias={3: 1.5}), [], []))
+    sampler.start_rows(SamplerOptions(starts=starts))
+    assert len(sizes) == 2, "lists are sent on their own"
+    for start, ids in zip(starts, tokens):
+        assert sampler.options.tokens(start.row, len(ids)).tolist() == ids
+        assert sampler.options.fields_RO[start.row].tolist() == start.fields.tolist()
+    assert sampler.options.lists[5].tolist() == starts[-1].lists.tolist()
 
 
 def test_only_the_rows_concerned_are_copied_and_drawn_again():
@@ -154,7 +180,7 @@ def test_only_the_rows_concerned_are_copied_and_drawn_again():
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
     before, best = logits.clone(), int(logits[4].argmax())
     state.sampled_S.fill_(-7)
-    sampler.start_rows(SamplerOptions(starts=[RowStart(5, record(bias={best: -100.0}), [], [])]))
+    sampler.start_rows(SamplerOptions(starts=[RowStart(5, *packed(bias={best: -100.0}), [], [])]))
     sampler.draw(logits, step_rows((4, 5, 9, 5), (1, 2, 3, -1)))
     assert taken == [[4, 1]] and drawn == [[5, 2]]
     assert torch.equal(logits, before), "raw log-probabilities still read them"

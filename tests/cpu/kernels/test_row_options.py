@@ -11,7 +11,7 @@ import torch
 
 from shoal.kernels import triton_ops
 from shoal.kernels.cpu import ops as cpu_ops
-from shoal.kernels.sampling.row_options import Option, RowOptions, pack_record
+from shoal.kernels.sampling.row_options import Option, RowOptions, pack_options
 from shoal.kernels.state import StateLayout
 
 BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 4, 6, 400
@@ -41,8 +41,10 @@ class Rows:
         padded = torch.zeros(len(blocks) * BLOCK_SIZE, dtype=torch.int32)
         padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.options.write_tokens(blocks.to(self.device), padded.to(self.device))
-        record = pack_record(**NEUTRAL | {"last": tokens[-1] if tokens else 0} | changes)
-        self.options.start(row, torch.from_numpy(record).to(self.device))
+        packed = pack_options(**NEUTRAL | {"last": tokens[-1] if tokens else 0} | changes)
+        fields, lists = (torch.from_numpy(x).to(self.device) for x in packed)
+        at = torch.tensor([[row], [lists.data_ptr() if len(lists) else 0]], device=self.device)
+        self.options.start({row: lists}, fields.unsqueeze(0), *at)
 
 
 def ints(*values: int) -> torch.Tensor:
