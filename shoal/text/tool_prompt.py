@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.text.conversation import as_text, parsed_arguments
+from shoal.text.formats.chat_format import JsonCall
+from shoal.text.formats.hermes import HERMES_CALL
+from shoal.text.formats.registry import form_of
 
 HERMES = """# Tools
 
@@ -21,9 +24,6 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments {where}:
 {begin}{{"name": <function-name>, "arguments": <args-json-object>}}{end}"""
 WITHIN_TAGS = "within <tool_call></tool_call> XML tags"
-TAGS = ("<tool_call>\n", "\n</tool_call>")
-# Marks around a call's JSON, for parsers that do not read TAGS.
-MARKS = {"granite": ("<|tool_call|>[", "]"), "mistral": ("[TOOL_CALLS][", "]")}
 LLAMA = """You have access to the following functions. To call a function, respond with JSON for a function \
 call. Respond in the format \
 {{"name": function name, "parameters": dictionary of argument name and its value}}. Do not use variables.
@@ -37,10 +37,9 @@ def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if parser == "llama3_json":
         return LLAMA.format(tools=listed)
-    begin, end = MARKS.get(parser, TAGS)
-    return HERMES.format(
-        tools=listed, begin=begin, end=end, where="in this form" if parser in MARKS else WITHIN_TAGS
-    )
+    call = _json_call(parser)
+    where = WITHIN_TAGS if call.begin.strip() == "<tool_call>" else "in this form"
+    return HERMES.format(tools=listed, begin=call.begin, end=call.end, where=where)
 
 
 def with_tools(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -85,5 +84,11 @@ def _call(call: dict[str, Any], parser: str) -> str:
     if parser == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    begin, end = MARKS.get(parser, TAGS)
-    return f"{begin}{text}{end}"
+    call_form = _json_call(parser)
+    return f"{call_form.begin}{text}{call_form.end}"
+
+
+def _json_call(parser: str) -> JsonCall:
+    """Returns the form of a call for a template without a place for calls: Hermes', unless the parser has a
+    JSON form of its own."""
+    return form_of(parser).json_call or HERMES_CALL

@@ -258,7 +258,7 @@ class AnswerFormat:
         self.plan = plan
         if plan.mode == "auto" or reasoning_parser != "none":
             params.skip_special_tokens = False  # many models mark the tags of calls and reasoning as special
-        self._form: ChatFormat = form_of(tool_call_parser)
+        self._form: ChatFormat = form_of(tool_call_parser, reasoning_parser)
         if plan.mode == "named":
             self._form = NamedCall(self._form, plan.name)
         elif plan.mode == "required":

@@ -10,39 +10,40 @@ from shoal.text.formats.chat_format import ChatFormat
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
 
-CALL, END_OF_CALL, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
 NAME = re.compile(r"[\w.:-]+")  # other texts between the marks are words
 
 
 class Glm45(ChatFormat):
     name = "glm45"
-    signs: tuple[tuple[str, ...], ...] = ((KEY,),)
-    openings: tuple[str, ...] = (CALL,)
+    signs: tuple[tuple[str, ...], ...] = (("<arg_key>",),)
+    openings: tuple[str, ...] = ("<tool_call>",)
 
     def calls(self, reader: Reader, mark: str) -> Steps:
-        yield from self.call(reader, KEY, "\n", END_OF_CALL)
+        yield from read_call(reader)
 
-    def call(self, reader: Reader, *ends: str) -> Steps:
-        """Reads one call, whose name ends with one of `ends`."""
-        yield from reader.next()
-        name, tag = yield from reader.up_to(*ends)
-        if not NAME.fullmatch(name := name.strip()) or not reader.accepts(name):
-            raise Malformed
-        if tag not in (KEY, END_OF_CALL):
-            tag = yield from reader.one_of(KEY, END_OF_CALL)
-        has_begun = False
-        while tag == KEY:
-            key, _ = yield from reader.up_to("</arg_key>")
-            yield from reader.expect_mark("<arg_value>")
-            if not has_begun:
-                reader.begin(name)
-                has_begun = True
-            yield from read_argument(reader, name, key.strip(), "</arg_value>")
-            tag = yield from reader.one_of(KEY, END_OF_CALL)
-        if not tag:
-            reader.check_cut(KEY, END_OF_CALL)
+
+def read_call(reader: Reader, suffix: str = "") -> Steps:
+    """Reads a call after its opening tag. suffix: the end of each tag's name."""
+    key_tag, end_of_call = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
+    yield from reader.next()
+    name, tag = yield from reader.up_to(f"<tool_sep{suffix}>", key_tag, "\n", end_of_call)
+    if not NAME.fullmatch(name := name.strip()) or not reader.accepts(name):
+        raise Malformed
+    if tag not in (key_tag, end_of_call):
+        tag = yield from reader.one_of(key_tag, end_of_call)
+    has_begun = False
+    while tag == key_tag:
+        key, _ = yield from reader.up_to(f"</arg_key{suffix}>")
+        yield from reader.expect_mark(f"<arg_value{suffix}>")
         if not has_begun:
-            if not tag:
-                raise Malformed
             reader.begin(name)
-        reader.end_arguments()
+            has_begun = True
+        yield from read_argument(reader, name, key.strip(), f"</arg_value{suffix}>")
+        tag = yield from reader.one_of(key_tag, end_of_call)
+    if not tag:
+        reader.check_cut(key_tag, end_of_call)
+    if not has_begun:
+        if not tag:
+            raise Malformed
+        reader.begin(name)
+    reader.end_arguments()

@@ -7,13 +7,15 @@ from shoal.text.formats.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call, skip_rest
 from shoal.text.reading.reader import Reader, Steps
 
+HERMES_CALL = JsonCall("<tool_call>\n", "\n</tool_call>")
+
 
 class Hermes(ChatFormat):
     name = "hermes"
     signs: tuple[tuple[str, ...], ...] = (("<tool_call>",),)
     openings: tuple[str, ...] = ("<tool_call>",)
     closing = "</tool_call>"
-    json_call = JsonCall("<tool_call>\n", "\n</tool_call>")
+    json_call = HERMES_CALL
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_call(reader)

@@ -1,15 +1,16 @@
 """Hunyuan A13B: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>, and words within
 <answer>. Hunyuan 3: <tool_calls><tool_call>name<tool_sep><arg_key>k</arg_key><arg_value>v</arg_value>...
-</tool_call>...</tool_calls>."""
+</tool_call>...</tool_calls>; in its published checkpoints each name of a tag ends with :opensource."""
 
 from __future__ import annotations
 
 from shoal.text.formats.chat_format import ChatFormat, JsonCall
-from shoal.text.formats.glm45 import CALL, END_OF_CALL, KEY, Glm45
+from shoal.text.formats.glm45 import read_call
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
 
 CALLS, END_OF_CALLS = "<tool_calls>", "</tool_calls>"
+SUFFIX = ":opensource"
 
 
 class HunyuanA13B(ChatFormat):
@@ -24,17 +25,19 @@ class HunyuanA13B(ChatFormat):
         yield from read_list(reader)
 
 
-class HyV3(Glm45):
+class HyV3(ChatFormat):
     name = "hy_v3"
-    signs = (("<tool_sep>",),)
-    openings = (CALLS, CALL)
-    closing = END_OF_CALLS
+    signs = (("<tool_sep",),)
+    openings = (CALLS, "<tool_call>", f"<tool_calls{SUFFIX}>", f"<tool_call{SUFFIX}>")
 
     def calls(self, reader: Reader, mark: str) -> Steps:
-        if mark == CALLS:
-            yield from reader.expect_mark(CALL)
+        suffix = SUFFIX if mark.endswith(f"{SUFFIX}>") else ""
+        opening = f"<tool_call{suffix}>"
+        if mark != opening:
+            yield from reader.expect_mark(opening)
         while True:
-            yield from self.call(reader, "<tool_sep>", KEY, "\n", END_OF_CALL)
-            if not (yield from reader.one_of(CALL)):
-                return
+            yield from read_call(reader, suffix)
+            if not (yield from reader.one_of(opening)):
+                break
             reader.next_call()
+        yield from reader.one_of(f"</tool_calls{suffix}>")

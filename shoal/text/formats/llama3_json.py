@@ -1,5 +1,5 @@
-"""Llama 3: {"name": ..., "parameters": {...}}; ... at the start of the answer, or after <|python_tag|>. A
-call must name one of the tools, as it has no other difference from an answer in JSON."""
+"""Llama 3: {"name": ..., "parameters": {...}}; ... at the start of the answer, or after <|python_tag|>.
+Without the mark a call must name one of the tools, as it has no other difference from an answer in JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Llama3Json(ChatFormat):
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         while True:
-            yield from read_call(reader, is_known=True, is_strict=True)
+            yield from read_call(reader, is_known=not mark, is_strict=not mark)
             yield from reader.skip(SPACE + ";")
             if (yield from reader.ahead(1)) != "{":
                 return

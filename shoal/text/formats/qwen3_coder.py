@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from shoal.text.formats.chat_format import JsonCall
 from shoal.text.formats.hermes import Hermes
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
@@ -21,7 +20,6 @@ class Qwen3Coder(Hermes):
     name = "qwen3_coder"
     signs = ((FUNCTION, PARAMETER),)
     openings = ("<tool_call>", FUNCTION)
-    json_call = JsonCall("<tool_call>\n", "\n</tool_call>")
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         is_known = False

@@ -17,6 +17,7 @@ from shoal.text.formats.hunyuan import HunyuanA13B, HyV3
 from shoal.text.formats.kimi_k2 import KimiK2
 from shoal.text.formats.lfm2 import Lfm2
 from shoal.text.formats.llama3_json import Llama3Json
+from shoal.text.formats.messages import Messages
 from shoal.text.formats.minimax_m2 import MiniMaxM2
 from shoal.text.formats.mistral import Mistral
 from shoal.text.formats.muse import Muse
@@ -53,14 +54,16 @@ FORMATS: tuple[ChatFormat, ...] = (
 )
 PLAIN = PlainFormat()
 BY_NAME: dict[str, ChatFormat] = {form.name: form for form in FORMATS}
+BY_MESSAGES = {form.thoughts.name: form for form in FORMATS if isinstance(form, Messages) and form.thoughts}
 THOUGHTS_BY_NAME: dict[str, Thoughts] = {thoughts.name: thoughts for thoughts in THOUGHTS}
 DEFAULT = "hermes"
 TOOLS = re.compile(r"\btools\b")
 
 
-def form_of(name: str) -> ChatFormat:
-    """Returns the format of this name; one without calls for "none"."""
-    return BY_NAME.get(name, PLAIN)
+def form_of(parser: str, reasoning: str = "none") -> ChatFormat:
+    """Returns the format of this name; one without calls for "none". Reasoning that is a message of its own
+    belongs to a format whose answers are messages, so that format is returned whatever `parser` is."""
+    return BY_MESSAGES.get(reasoning) or BY_NAME.get(parser, PLAIN)
 
 
 def choose(template: str, added_tokens: Sequence[str] = ()) -> tuple[str, str | None]:

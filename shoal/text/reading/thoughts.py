@@ -76,5 +76,6 @@ HARMONY = Thoughts(
 TO_SELF = Thoughts(
     "muse_glimmer", " to=self<|message|>", "<|eom|>", (), anywhere=True, forced="<|eom|><|start|>assistant"
 )
+THINK_OPEN_SOURCE = Thoughts("hy_v3", "<think:opensource>", "</think:opensource>", (":opensource",))
 # In this order, as templates of the first ones may speak of <think>.
-THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK)
+THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK_OPEN_SOURCE, THINK)

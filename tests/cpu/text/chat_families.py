@@ -2,6 +2,7 @@
 words; the cases are the same for all, and some families have more."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -134,6 +135,10 @@ def glm(between: str) -> Callable[..., str]:
         return f"<tool_call>{between.join([name, *pairs, ''])}</tool_call>"
 
     return write
+
+
+def hy_v3_published(calls: list[Call]) -> str:
+    return re.sub(r"(</?(?:tool_calls?|tool_sep|arg_key|arg_value))>", r"\1:opensource>", hy_v3(calls))
 
 
 def hy_v3(calls: list[Call]) -> str:
@@ -295,6 +300,14 @@ FAMILIES = {
         think=opened,
         broken={"no name": "<tool_calls><tool_call><tool_sep>zebra crossing</tool_call></tool_calls>"},
         signs="<tool_calls><tool_call>f<tool_sep><arg_key><think>",
+    ),
+    "Hunyuan 3, published": Family(
+        "hy_v3",
+        hy_v3_published,
+        "hy_v3",
+        think="<think:opensource>\n{}\n</think:opensource>\n{}".format,
+        broken={"no name": "<tool_calls:opensource>zebra crossing</tool_calls:opensource>"},
+        signs="{% set suffix = ':opensource' %}<tool_calls{{ suffix }}><tool_sep{{ suffix }}><arg_key",
     ),
     "Hunyuan A13B": Family(
         "hunyuan_a13b",

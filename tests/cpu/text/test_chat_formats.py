@@ -13,7 +13,7 @@ from jiter import from_json
 
 from shoal.config import ServerConfig
 from shoal.sampling_params import SamplingParams
-from shoal.server.apis.tools import AnswerFormat, plan_tools
+from shoal.server.apis.tools import AnswerFormat, ToolPlan, plan_tools
 from shoal.text.formats.registry import BY_NAME, FORMATS, THOUGHTS_BY_NAME, choose, choose_thoughts
 from shoal.text.reading.parts import CallDelta
 from shoal.text.reading.reader import Expected, Reader
@@ -338,6 +338,14 @@ def test_the_table_of_the_documentation_is_that_of_the_families():
         constrained = "a call, or JSON" if form.json_call is not None else "a call"
         wanted.append([name, signs, parser, reasoning, constrained, "`test_chat_formats.py`"])
     assert [[*row[:4], *row[5:]] for row in rows] == wanted
+
+
+@pytest.mark.parametrize("parser", ["none", "hermes"])
+def test_messages_are_read_whatever_the_parser_of_calls_is(parser):
+    family, plan = FAMILIES["gpt-oss"], ToolPlan()
+    form = AnswerFormat(plan, parser, "openai_gptoss", "", SamplingParams())
+    parts = form.parser(is_whole=True).push(family.think("Hm.", family.say("Yes.")), "stop")
+    assert [(part.text, part.reasoning) for part in parts] == [("Hm.", True), ("Yes.", False)]
 
 
 def test_every_format_is_tested():
