@@ -9,6 +9,9 @@ import pytest
 
 from shoal.api import FinishReason, Logprob, Output, Request, Span
 from shoal.sampling_params import SamplingParams
+from shoal.server.apis.tools import AnswerFormat, ToolPlan, whole
+from shoal.text.formats.registry import BY_NAME, FORMATS
+from shoal.text.reading.thoughts import THOUGHTS as MARKS
 from shoal.text.reading.thoughts import Start, Thoughts
 from shoal.text.thinking_budget import ThinkingBudget
 
@@ -152,3 +155,33 @@ def test_an_answer_that_is_left_early_aborts_what_runs():
     for count in range(1, 9):
         asyncio.run(read(count))
         assert engine.num_closed == len(engine.requests)
+
+
+FAMILIES = {  # how an answer opens its reasoning, and begins what follows it
+    "openai_gptoss": ("<|channel|>analysis<|message|>", ""),
+    "muse_glimmer": (" to=self<|message|>", " to=user<|message|>"),
+    "gemma4": ("<|channel>thought\n", ""),
+    "mistral": ("[THINK]", ""),
+    "qwen3": ("<think>\n", "\n\n"),
+}
+
+
+@pytest.mark.parametrize("thoughts", MARKS, ids=lambda thoughts: thoughts.name)
+def test_the_answer_of_each_family_is_content_after_the_budget(thoughts):
+    opens, begins = FAMILIES[thoughts.name]
+    form = next((form for form in FORMATS if form.thoughts == thoughts), BY_NAME["hermes"])
+    forced = dict(BYTES) | {CLOSE: (thoughts.forced or thoughts.close).encode()}
+    for seed in range(5):
+        engine = Engine(opens + THOUGHTS, f"{begins}Yes.", seed)
+        budget = ThinkingBudget(5, thoughts, thoughts.start_of("Hi"), (CLOSE,), forced)
+        request = Request("r", [1, 2], SamplingParams(max_tokens=1000))
+
+        async def read(outputs):
+            return [i async for output in outputs for i in output.token_ids]
+
+        ids = asyncio.run(read(budget.generate(engine.generate, request)))
+        text = b"".join(forced[i] for i in ids).decode()
+        answer_format = AnswerFormat(ToolPlan(), form.name, thoughts.name, "Hi", SamplingParams())
+        answer = whole(answer_format.parser(is_whole=True).push(text, "stop"))
+        spared = opens.endswith("\n")  # the line break is a token of reasoning
+        assert (answer.reasoning, answer.content) == (THOUGHTS[: 5 - spared], "Yes."), text
