@@ -214,9 +214,13 @@ class ChatTemplate:
                 f"{{'role': 'user', 'content': 'text'}}",
                 field=f"messages[{i}]",
             )
-        # As in OpenAI's API, a field with None counts as absent.
+        # As in OpenAI's API, a field with None counts as absent; so does content without parts.
         plain = _plain(message, f"messages[{i}]", f"messages[{i}]")
-        message = {key: value for key, value in plain.items() if value is not None}
+        message = {
+            key: value
+            for key, value in plain.items()
+            if value is not None and (key, value) != ("content", [])
+        }
         if message["role"] == "developer" and not (self._knows_developer and self._traits.writes_developer):
             message["role"] = "system"  # its older name
         content = message.get("content", "")

@@ -637,7 +637,7 @@ def test_an_empty_answer_is_a_space_where_the_template_refuses_none(tmp_path):
         "{% for m in messages %}{% if m.role == 'assistant' and not m.content %}{{ raise_exception('empty') }}"
         "{% endif %}[{{ m.content }}]{% endfor %}"
     )
-    for content in ("", None):
+    for content in ("", None, []):
         assert (
             render(tmp_path, template, [HI, {"role": "assistant", "content": content}, HI]) == "[Hi][ ][Hi]"
         )

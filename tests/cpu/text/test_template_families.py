@@ -218,7 +218,7 @@ def places(call, answer):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_clients_send_again_and_again_is_never_refused(family):
     template = template_of(family)
-    for arguments, call_id, content in itertools.product(ODD_ARGUMENTS, FOREIGN_IDS, (None, "I look.")):
+    for arguments, call_id, content in itertools.product(ODD_ARGUMENTS, FOREIGN_IDS, (None, [], "I look.")):
         call, answer = (
             calling((call_id, "get_weather", arguments), content=content),
             result(call_id, "quagga"),
