@@ -209,7 +209,8 @@ class WholeRowSampler:
         size = len(inputs) // len(WholeRow)
         samples_K = inputs[:size]
         if self.tp.size == 1:
-            self.ops.take_rows(logits_SV, samples_K, self.logits_KV[:size])
+            with self._few_threads(size):
+                self.ops.take_rows(logits_SV, samples_K, self.logits_KV[:size])
             return
         own_KV = logits_SV.new_empty(size, logits_SV.shape[1])
         self.ops.take_rows(logits_SV, samples_K, own_KV)

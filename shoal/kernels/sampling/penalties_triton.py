@@ -17,7 +17,7 @@ from shoal.kernels.sampling.row_options_triton import NUM_PROMPT, load_float, lo
 
 REPETITION, PRESENCE = tl.constexpr(Option.REPETITION.value), tl.constexpr(Option.PRESENCE.value)
 FREQUENCY = tl.constexpr(Option.FREQUENCY.value)
-PROGRAMS = tl.constexpr(16)  # of a row
+PROGRAMS = tl.constexpr(16)  # programs that share a row
 CHUNK = tl.constexpr(256)  # tokens of a program at once
 IN_PROMPT = tl.constexpr(1 << 30)  # a bit of a count; the others count the output
 
