@@ -198,7 +198,7 @@ class Step:
         splits = decode_splits(step.num_seqs, 8, step.max_kv_len, self.backend.num_sms)
         prefix_attention(
             self.q,
-            self.cache[:, layer],
+            self.caches[layer],
             prefixes.decode_groups,
             prefixes.members_S,
             step.block_tables[0],
@@ -213,7 +213,7 @@ class Step:
         if not only_prefix:
             decode_attention(
                 self.q,
-                self.cache[:, layer],
+                self.caches[layer],
                 self.out,
                 step.rows_S,
                 step.kv_lens_S,
@@ -236,7 +236,7 @@ class Step:
         step = self.step
         decode_attention(
             self.q,
-            self.cache[:, layer],
+            self.caches[layer],
             self.out,
             step.rows_S,
             step.kv_lens_S,
@@ -245,7 +245,6 @@ class Step:
             step.num_decodes,
             splits,
             self.backend.scale,
-            None,
             tiles,
             min_split,
         )
@@ -256,7 +255,7 @@ class Step:
             self.q,
             self.k,
             self.v,
-            self.cache[:, 0],
+            self.caches[0],
             self.out,
             step.query_starts_S,
             step.kv_lens_S,

@@ -172,7 +172,7 @@ class TritonBackend:
             # decode_attention must be the very next launch: its kernel works beside this one's (pdl.py).
             prefix_attention(
                 q_THN,
-                cache.blocks,
+                cache,
                 step.prefixes.decode_groups,
                 step.prefixes.members_S,
                 tables_RM,
@@ -182,12 +182,11 @@ class TritonBackend:
                 splits,
                 parts,
                 self.scale,
-                scales_2G=cache.scales_2G,
                 queries=step.queries,
             )
         decode_attention(
             q_THN,
-            cache.blocks,
+            cache,
             out_THN,
             step.rows_S,
             step.kv_lens_S,
@@ -196,12 +195,10 @@ class TritonBackend:
             step.num_decodes,
             splits,
             self.scale,
-            cache.window,
             min_split=MIN_SPLIT,
             prefix_lens_S=prefix_lens_S,
             max_parts=parts,
             num_cut=num_cut,
-            scales_2G=cache.scales_2G,
             queries=step.queries,
         )
 
@@ -217,41 +214,47 @@ class TritonBackend:
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
-        blocks, window, scales_2G = cache.blocks, cache.window, cache.scales_2G
-        rows_S, tables_RM = step.rows_S, step.block_tables[cache.table]
-        if self.work is not None and window is None:
+        if self.work is not None and cache.window is None:
             work = self.work[: self.selected_work] if selected else self.work
-            if len(work) and scales_2G is not None:
-                assert self.unpacked is not None
-                ids_B = self.unpacked.blocks_B[cache.table]
-                blocks = unpack_blocks(blocks, scales_2G, ids_B, q_THN.dtype)
-                rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
             if len(work):
-                hopper.hopper_prefill_attention(
-                    q_THN, blocks, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
-                )
-        else:
-            paged, splits = scales_2G is not None or not step.fresh_prefills, 1
-            if paged and window is None:
-                sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
-                splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
-            prefill_attention(
-                q_THN,
-                k_TGN,
-                v_TGN,
-                blocks,
-                out_THN,
-                step.query_starts_S,
-                step.kv_lens_S,
-                rows_S,
-                tables_RM,
-                step.num_decodes,
-                step.max_prefill_tokens,
-                self.scale,
-                window,
-                paged=paged,
-                splits=splits,
-                min_split=MIN_PREFILL_SPLIT,
-                workspace=self.prefill_workspace,
-                scales_2G=scales_2G,
-            )
+                self.hopper_prefill(q_THN, cache, step, out_THN, work)
+            return
+        paged, splits = cache.scales_2G is not None or not step.fresh_prefills, 1
+        if paged and cache.window is None:
+            sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
+            splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
+        prefill_attention(
+            q_THN,
+            k_TGN,
+            v_TGN,
+            cache,
+            out_THN,
+            step.query_starts_S,
+            step.kv_lens_S,
+            step.rows_S,
+            step.block_tables[cache.table],
+            step.num_decodes,
+            step.max_prefill_tokens,
+            self.scale,
+            paged=paged,
+            splits=splits,
+            min_split=MIN_PREFILL_SPLIT,
+            workspace=self.prefill_workspace,
+        )
+
+    def hopper_prefill(
+        self,
+        q_THN: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+        out_THN: torch.Tensor,
+        work: torch.Tensor,
+    ) -> None:
+        blocks, rows_S, tables_RM = cache.blocks, step.rows_S, step.block_tables[cache.table]
+        if cache.scales_2G is not None:
+            assert self.unpacked is not None
+            blocks = unpack_blocks(cache, self.unpacked.blocks_B[cache.table], q_THN.dtype)
+            rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
+        hopper.hopper_prefill_attention(
+            q_THN, blocks, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
+        )

@@ -270,7 +270,7 @@ def test_every_number_of_splits_gives_the_same_answer() -> None:
         out = torch.full_like(case.q, float("nan"), memory_format=torch.contiguous_format)
         decode_attention(
             case.q,
-            case.kv_layer,
+            case.cache(),
             out,
             case.step.rows_S,
             case.step.kv_lens_S,

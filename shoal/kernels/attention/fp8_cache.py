@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.attention.paged_attention import cache_bytes
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.rounding import next_power_of_2
 
 
@@ -36,15 +37,14 @@ def _unpack_kernel(
     tl.store(out_ptr + target + items, numbers.to(out_ptr.dtype.element_ty), mask=items < ITEMS)
 
 
-def unpack_blocks(
-    kv_layer: torch.Tensor, scales_2G: torch.Tensor, blocks_B: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """[B, 2, G, block_size, N]: these blocks of a layer's cache, in this order, as numbers of `dtype`."""
+def unpack_blocks(cache: LayerCache, blocks_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 2, G, block_size, N]: these blocks of an fp8 cache, in this order, as numbers of `dtype`."""
+    kv_layer, scales_2G = cache.blocks, cache.scales_2G
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-    assert kv_layer.stride()[3:] == (head_dim, 1) and scales_2G.is_contiguous()
+    assert scales_2G is not None and scales_2G.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
     out = torch.empty(len(blocks_B), *kv_layer.shape[1:], dtype=dtype, device=kv_layer.device)
     _unpack_kernel[(len(blocks_B), 2 * num_kv_heads)](
-        cache_bytes(kv_layer, scales_2G),
+        cache_bytes(cache),
         scales_2G,
         blocks_B,
         out,

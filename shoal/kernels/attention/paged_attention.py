@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import next_power_of_2
 
@@ -437,7 +438,7 @@ def decode_kernel(
 
 def decode_attention(
     q_THN: torch.Tensor,
-    kv_layer: torch.Tensor,
+    cache: LayerCache,
     out_THN: torch.Tensor,
     rows_S: torch.Tensor,
     kv_lens_S: torch.Tensor,
@@ -446,13 +447,11 @@ def decode_attention(
     num_seqs: int,
     splits: int,
     scale: float,
-    window: int | None = None,
     tiles: AttentionTiles | None = None,
     min_split: int = 64,
     prefix_lens_S: torch.Tensor | None = None,
     max_parts: int = 0,
     num_cut: int | None = None,
-    scales_2G: torch.Tensor | None = None,
     queries: int = 1,
 ) -> None:
     """Writes out_THN of the queries of each sequence s < num_seqs: its last `queries` tokens, which are
@@ -464,9 +463,8 @@ def decode_attention(
 
     With `prefix_lens_S`, `prefix_attention` must have been launched just before, with the same `splits` and
     `max_parts`. It works on the first prefix_lens_S[s] keys.
-
-    With `scales_2G` the cache has fp8 numbers; these are the scales of keys, then of values.
     """
+    kv_layer, scales_2G, window = cache.blocks, cache.scales_2G, cache.window
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -493,7 +491,7 @@ def decode_attention(
     fp8 = scales_2G is not None
     decode_kernel[grid](
         q_THN,
-        cache_bytes(kv_layer, scales_2G),
+        cache_bytes(cache),
         scales_2G if fp8 else rows_S,  # nobody looks at rows_S there
         out_THN,
         rows_S,
@@ -534,10 +532,10 @@ def decode_attention(
     )
 
 
-def cache_bytes(kv_layer: torch.Tensor, scales_2G: torch.Tensor | None) -> torch.Tensor:
+def cache_bytes(cache: LayerCache) -> torch.Tensor:
     """The cache as kernels take it: fp8 numbers as bytes."""
-    assert (scales_2G is not None) == (kv_layer.dtype == torch.float8_e4m3fn)
-    return kv_layer if scales_2G is None else kv_layer.view(torch.uint8)
+    assert (cache.scales_2G is not None) == (cache.blocks.dtype == torch.float8_e4m3fn)
+    return cache.blocks if cache.scales_2G is None else cache.blocks.view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -859,7 +857,7 @@ def prefill_attention(
     q_THN: torch.Tensor,
     k_TGN: torch.Tensor,
     v_TGN: torch.Tensor,
-    kv_layer: torch.Tensor,
+    cache: LayerCache,
     out_THN: torch.Tensor,
     query_starts_S: torch.Tensor,
     kv_lens_S: torch.Tensor,
@@ -868,25 +866,22 @@ def prefill_attention(
     first_seq: int,
     num_tokens: int,
     scale: float,
-    window: int | None = None,
     *,
     paged: bool,
     tiles: AttentionTiles | None = None,
     splits: int = 1,
     min_split: int = 512,
     workspace: PrefillWorkspace | None = None,
-    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN for the sequences from `first_seq` on. They have at most `num_tokens` queries together.
 
-    With `paged`, keys and values are read from the cache. Otherwise they are read from k_TGN and v_TGN, which
-    must then hold everything that a query may see.
+    With `paged`, keys and values are read from the cache, as a cache of fp8 numbers takes. Otherwise they are
+    read from k_TGN and v_TGN, which must then hold everything that a query may see.
 
     With `splits` > 1 as many programs share the keys of a tile of queries, at least `min_split` keys each.
     That takes a workspace with room for `num_prefill_tasks` times `splits` tiles, and no window.
-
-    With `scales_2G`, which takes `paged`, the cache has fp8 numbers.
     """
+    kv_layer, scales_2G, window = cache.blocks, cache.scales_2G, cache.window
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -903,8 +898,7 @@ def prefill_attention(
     head_dim_pad = max(16, next_power_of_2(head_dim))
     fp8 = scales_2G is not None
     assert paged or not fp8
-    cache = cache_bytes(kv_layer, scales_2G)
-    k, v = (cache, cache) if paged else (k_TGN, v_TGN)
+    k, v = (cache_bytes(cache),) * 2 if paged else (k_TGN, v_TGN)
     partial = lse = arrived = rows_S  # nobody looks at them
     if splits > 1:
         assert workspace is not None and window is None and num_tasks <= workspace.arrived.numel()

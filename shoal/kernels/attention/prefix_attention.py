@@ -24,6 +24,7 @@ from shoal.kernels.attention.paged_attention import (
     prefill_tiles,
     queries_per_tile,
 )
+from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, wait_then_start_next
 from shoal.kernels.rounding import next_power_of_2
 from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
@@ -208,7 +209,7 @@ def prefix_kernel(
 
 def prefix_attention(
     q_THN: torch.Tensor,
-    kv_layer: torch.Tensor,
+    cache: LayerCache,
     decode_groups: torch.Tensor,
     members_S: torch.Tensor,
     block_tables_RM: torch.Tensor,
@@ -219,13 +220,13 @@ def prefix_attention(
     max_parts: int,
     scale: float,
     tiles: AttentionTiles | None = None,
-    scales_2G: torch.Tensor | None = None,
     queries: int = 1,
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
     the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
-    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts`, `scales_2G` and
+    sequences. `decode_attention` must be launched next, with the same `cache`, `splits`, `max_parts` and
     `queries`."""
+    kv_layer, scales_2G = cache.blocks, cache.scales_2G
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -242,7 +243,7 @@ def prefix_attention(
     block_m = max(tiles.block_m, next_power_of_2(group))
     prefix_kernel[(num_programs,)](
         q_THN,
-        cache_bytes(kv_layer, scales_2G),
+        cache_bytes(cache),
         decode_groups if scales_2G is None else scales_2G,  # not read without scales
         decode_groups,
         members_S,

@@ -26,7 +26,8 @@ def unpack() -> None:
     """The blocks of a large prefill over an fp8 cache."""
     if converts_fp8():
         blocks = torch.zeros(2, dtype=torch.int32)
-        unpack_blocks(cache(8, 16, 128, FP8), torch.ones(2, 8), blocks, torch.bfloat16)
+        layer = LayerCache(cache(8, 16, 128, FP8), scales_2G=torch.ones(2, 8))
+        unpack_blocks(layer, blocks, torch.bfloat16)
 
 
 def converts_fp8() -> bool:

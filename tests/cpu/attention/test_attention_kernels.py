@@ -216,7 +216,7 @@ class Case:
         out = self.poisoned()
         decode_attention(
             self.q,
-            self.kv_layer,
+            self.cache(window),
             out,
             self.step.rows_S,
             self.step.kv_lens_S,
@@ -225,11 +225,9 @@ class Case:
             num_seqs,
             splits,
             self.scale,
-            window,
             AttentionTiles(16, 16, 4, 2),
             min_split=16,
             num_cut=num_cut,
-            scales_2G=self.scales_2G,
             queries=self.step.queries,
         )
         self.check(out, window)
@@ -248,7 +246,7 @@ class Case:
             self.q,
             self.k,
             self.v,
-            self.kv_layer,
+            self.cache(window),
             out,
             step.query_starts_S,
             step.kv_lens_S,
@@ -257,13 +255,11 @@ class Case:
             0,
             step.num_tokens,
             self.scale,
-            window,
             paged=paged,
             tiles=tiles or AttentionTiles(16, 16, 4, 2),
             splits=splits,
             min_split=16,
             workspace=workspace,
-            scales_2G=self.scales_2G,
         )
         self.check(out, window)
 

@@ -194,7 +194,7 @@ def test_blocks_become_plain_numbers(block_size: int, head_dim: int, dtype: torc
     packed[packed & 0x7F == 0x7F] = 0  # The interpreter takes the bits of NaN for a number.
     kv_layer = packed.view(FP8)[:, 1]
     scales, blocks = torch.rand(2, 3) + 0.1, torch.tensor([7, 0, 7, 8], dtype=torch.int32)
-    got = unpack_blocks(kv_layer, scales, blocks, dtype)
+    got = unpack_blocks(LayerCache(kv_layer, scales_2G=scales), blocks, dtype)
     want = (kv_layer.float() * scales[:, :, None, None])[blocks.long()].to(dtype)
     assert torch.equal(got, want)
 

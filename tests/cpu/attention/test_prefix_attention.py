@@ -62,7 +62,7 @@ def cascade(
     out, tiles = case.poisoned(), AttentionTiles(block_m, 16, 4, 2)
     prefix_attention(
         case.q,
-        case.kv_layer,
+        case.cache(),
         prefixes.decode_groups,
         prefixes.members_S,
         case.block_tables_RM,
@@ -73,12 +73,11 @@ def cascade(
         max_parts,
         case.scale,
         tiles,
-        scales_2G=case.scales_2G,
         queries=case.step.queries,
     )
     decode_attention(
         case.q,
-        case.kv_layer,
+        case.cache(),
         out,
         case.step.rows_S,
         case.step.kv_lens_S,
@@ -87,13 +86,11 @@ def cascade(
         num_seqs,
         splits,
         case.scale,
-        None,
         AttentionTiles(16, 16, 4, 2),
         min_split=16,
         prefix_lens_S=prefixes.lens_S,
         max_parts=max_parts,
         num_cut=num_cut,
-        scales_2G=case.scales_2G,
         queries=case.step.queries,
     )
     case.check(out)
