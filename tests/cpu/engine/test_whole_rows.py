@@ -3,8 +3,11 @@ the rows beside them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from shoal.engine.runner import runner
 from tests import option_cases, tiny
 
 MODES = [
@@ -35,3 +38,24 @@ def test_every_option_changes_its_answer(folder, expected):
     plain = [tiny.greedy(folder, prompt, option_cases.COUNT) for prompt in option_cases.PROMPTS]
     differs = [found != free[: len(found)] for found, free in zip(expected, plain)]
     assert differs == [i not in (0, 3, 9) for i in range(len(plain))]
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 4], [8]], ids=str)
+def test_chunks_of_few_sizes_as_graphs_have_them_change_no_token(sizes, folder, expected, build, monkeypatch):
+    """With padding, and with more rows than the largest chunk has."""
+    replays = []
+
+    class Graph:
+        def __init__(self, sampler, size):
+            self.sampler, self.size = sampler, size
+
+        def replay(self):
+            replays.append(self.size)
+            self.sampler.draw_chunk(self.size)
+
+    monkeypatch.setattr(runner, "whole_row_sizes", lambda *_, **__: sizes)
+    engine = build("qwen3")
+    sampler = engine.core.ranks.runner.whole_rows
+    sampler.graphs = SimpleNamespace(graphs={size: Graph(sampler, size) for size in sizes})
+    assert option_cases.run(engine.core, option_cases.requests(folder)) == expected
+    assert sizes[-1] in replays and set(replays) <= set(sizes)
