@@ -42,7 +42,7 @@ from shoal.engine.step_part import PartBuilder, Parts
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError, UserError
 from shoal.hashing import root_key
 from shoal.kv.events.publisher import KvEvents
-from shoal.models.decoder import check_parallel
+from shoal.models.parallel import check_parallel
 from shoal.stats import MemoryReport, SleepState, Stats
 from shoal.text.request_builder import check_request
 from shoal.text.tokenizer import load_tokenizer

@@ -12,7 +12,6 @@ from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
-from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.embedding import Vocabulary
@@ -25,30 +24,6 @@ from shoal.models.layer import build_layer
 from shoal.models.rope import rope_frequencies
 
 AfterLayer = Callable[[int], None]  # takes the index of a layer
-
-
-def check_parallel(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError if the model can't be divided over `size` ranks."""
-    for kind in dict.fromkeys(config.layers):
-        experts, attention = kind.experts, kind.mixer
-        widths = {"num_attention_heads": attention.num_heads, "intermediate_size": config.intermediate_size}
-        if experts is not None:
-            widths["moe_intermediate_size"] = experts.intermediate_size
-        for name, width in widths.items():
-            if width % size:
-                raise ConfigError(
-                    f"tensor_parallel_size {size} does not divide {name} {width}; choose a divisor of it"
-                )
-        if attention.num_kv_heads % size and size % attention.num_kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads "
-                f"{attention.num_kv_heads}"
-            )
-    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
-        raise ConfigError(
-            f"tensor_parallel_size {size} leaves a rank without any of vocab_size {config.vocab_size} "
-            "tokens; lower it"
-        )
 
 
 def rehearsed_layers(kinds: Sequence[Hashable]) -> list[int]:
@@ -65,7 +40,7 @@ class Decoder(nn.Module):
 
     It is built under the device and the default dtype of the engine, and runs after `allocate_ropes`. With
     `keep_quantized` weights that arrive quantized stay so, and matrices get memory, inside of `holding`, when
-    they arrive. With `quantizes` too, plain ones become fp8. Raises ConfigError if the model can't be divided
+    they arrive. With `quantizes` too, plain ones become fp8. models/parallel.py says if it can be divided
     over the ranks.
     """
 
@@ -80,7 +55,6 @@ class Decoder(nn.Module):
         holding: Holding = nullcontext,
     ) -> None:
         super().__init__()
-        check_parallel(config, tp.size)
         self.config, self.backends, self.keep_quantized = config, tuple(backends.values()), keep_quantized
         # all layers as one call; None where that is not possible
         self.fused: Callable[..., torch.Tensor] | None = None

@@ -14,9 +14,10 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, ExpertsKind, LayerKind, ModelConfig, RopeConfig
-from shoal.models.decoder import Decoder, check_parallel, rehearsed_layers
+from shoal.models.decoder import Decoder, rehearsed_layers
 from shoal.models.fused import fuse_layers
 from shoal.models.loading import checkpoint_tensors, load_dummy_weights
+from shoal.models.parallel import check_parallel
 from shoal.models.shapes import checkpoint_shapes, num_weights
 
 FULL = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig())
