@@ -42,25 +42,32 @@ class ThinkingBudget:
         counter = ThoughtCounter(self)
         answer = list(request.output_token_ids)
         current, number, is_first = request, 0, True
+        held: Output | None = None  # an end that is due at once waits for the engine's first output
         while True:
             if counter.is_spent:
                 end = self._end(request, answer)
                 counter.close()
                 answer += end.token_ids
-                yield end
+                if is_first and end.finish_reason is None:
+                    held = end
+                else:
+                    yield end
                 if end.finish_reason is not None:
                     return
                 number += 1
                 current = _continuation(request, answer, number, has_run=not is_first)
             async with contextlib.aclosing(engine_generate(current)) as outputs:
                 async for output in outputs:
+                    request.worker, request.prefill_worker = current.worker, current.prefill_worker
                     output = _cut(output, counter.push(output.token_ids))
+                    answer += output.token_ids
                     if not is_first:  # the first request has reported its own
                         output.num_cached_tokens, output.spans = 0, None
+                    if held is not None:
+                        output, held = _joined(held, output), None
                     yield output
                     if output.finish_reason is not None:
                         return
-                    answer += output.token_ids
                     if counter.is_spent:
                         break
                 else:
@@ -144,6 +151,14 @@ def _cut(output: Output, count: int) -> Output:
         finish_reason=None if goes_on else output.finish_reason,
         stop_reason=None if goes_on else output.stop_reason,
     )
+
+
+def _joined(first: Output, then: Output) -> Output:
+    """Returns `then` with the tokens of `first` before its own."""
+    logprobs = None
+    if first.logprobs is not None:
+        logprobs = first.logprobs + (then.logprobs or [])
+    return dataclasses.replace(then, token_ids=first.token_ids + then.token_ids, logprobs=logprobs)
 
 
 def _continuation(request: Request, answer: Sequence[int], number: int, *, has_run: bool) -> Request:

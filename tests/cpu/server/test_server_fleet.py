@@ -54,6 +54,17 @@ def test_answers_name_their_worker_and_sessions_reach_the_engine(path, more):
         assert served.last_request().session is None
 
 
+@pytest.mark.parametrize("budget", [0, 2])
+def test_an_answer_whose_reasoning_is_ended_names_its_worker(budget):
+    """Regression: an end of reasoning that was due at once was sent before a worker was chosen."""
+    engine = FleetLike(300, reply=ids_of("hello world "))
+    with FakeServer(engine, model={"reasoning_parser": "qwen3"}) as served:
+        body = {"prompt": "<think>", "max_tokens": 20, "thinking_token_budget": budget, "stream": True}
+        status, headers, text = served.request("/v1/completions", body)
+        assert status == 200 and len(engine.seen) == (1 if budget == 0 else 2), text
+        assert {k.lower(): v for k, v in headers.items()}["x-shoal-worker"] == "w1"
+
+
 def test_the_log_of_a_request_names_its_workers(caplog):
     caplog.set_level(logging.INFO, "shoal.server.http.request_log")
     with server() as served:
