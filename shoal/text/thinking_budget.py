@@ -61,6 +61,7 @@ class ThinkingBudget:
                     request.worker, request.prefill_worker = current.worker, current.prefill_worker
                     output = _cut(output, counter.push(output.token_ids))
                     answer += output.token_ids
+                    output.request_id = request.request_id
                     if not is_first:  # the first request has reported its own
                         output.num_cached_tokens, output.spans = 0, None
                     if held is not None:

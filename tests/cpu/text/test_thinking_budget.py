@@ -65,6 +65,7 @@ def run(engine, limit, *, start=Start.UNKNOWN, thoughts=THINK, **params):
 
     outputs = asyncio.run(read())
     assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert {output.request_id for output in outputs} == {"r"}
     ids = [i for output in outputs for i in output.token_ids]
     return b"".join(BYTES[i] for i in ids).decode(), outputs
 

@@ -33,6 +33,8 @@ from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.sampling_params import SamplingParams
 from shoal.stats import SleepState, Stats
 from shoal.telemetry.logs import JsonFormatter
+from shoal.text.reading.thoughts import Start, Thoughts
+from shoal.text.thinking_budget import ThinkingBudget
 
 REPLY = range(10, 500)  # another token at each position
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
@@ -102,6 +104,27 @@ def test_a_worker_that_dies_at_any_token_changes_none(position):
         assert await answer(site.engine, request()) == WHOLE
         assert [len(link.received) for link in site.links] == [1, 1]
         assert (site.engine.num_migrations, site.engine.num_retries) == ((1, 0) if position else (0, 1))
+        await site.assert_idle()
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("position", range(1, 20))
+def test_a_worker_that_dies_beside_a_budget_of_thoughts_changes_none(position, dying):
+    marks = {**{i: b"." for i in REPLY}, REPLY[1]: b"<think>", 7: b"</", 8: b"think>"}
+    thoughts = Thoughts("qwen3", "<think>", "</think>", (), anywhere=True)
+    budget = ThinkingBudget(3, thoughts, Start.UNKNOWN, (7, 8), marks)
+
+    async def run():
+        site = Site(2)
+        site.links[dying].error_at[position] = WorkerFailedError("died")
+        ids, finish = [], None
+        async with aclosing(budget.generate(site.engine.generate, request())) as outputs:
+            async for output in outputs:
+                ids += output.token_ids
+                finish = output.finish_reason
+        assert ids == [*REPLY[:5], 7, 8, *REPLY[7:20]] and finish is FinishReason.LENGTH
         await site.assert_idle()
 
     run_virtual(run())
