@@ -83,7 +83,7 @@ def _bare(reader: Reader) -> Steps:
     text = yield from reader.matching(BARE)
     word = text.strip()
     if not word:
-        raise Malformed
+        raise (yield from reader.error())
     is_json = word in ("true", "false", "null") or NUMBER.fullmatch(word)
     reader.add(word if is_json else json.dumps(word, ensure_ascii=False))
 

@@ -18,7 +18,11 @@ from shoal.text.reading.typed_values import PYTHON_WORDS
 
 NAME = re.compile(r"[\w.-]*")
 KEY = re.compile(r"\w*")
+MAX_DIGITS = 300  # Python refuses to convert much longer numbers
 LITERAL = re.compile(r"[\w.+-]*")
+NUMBER = re.compile(
+    r"[-+]?(?:0[xX][0-9a-fA-F]+|(?:0|[1-9](?:_?[0-9])*|(?=\.[0-9]))(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)"
+)
 PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
 ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
 ESCAPES |= {"t": "\t", "v": "\v", "0": "\0"}
@@ -117,11 +121,10 @@ def _literal(reader: Reader) -> Generator[None, None, str]:
         return text
     if text in PYTHON_WORDS:
         return PYTHON_WORDS[text]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise Malformed from None
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not NUMBER.fullmatch(text) or len(text) > MAX_DIGITS:
+        raise (yield from reader.error())
+    value = ast.literal_eval(text)
+    if isinstance(value, float) and not math.isfinite(value):
         raise Malformed
     return json.dumps(value)
 

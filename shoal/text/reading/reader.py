@@ -173,7 +173,7 @@ class Reader:
         try:
             yield from self.form.calls(self, mark)
         except Malformed as error:
-            self._give_up(isinstance(error, Ended) or (self.is_ended and self._at == len(self._text)))
+            self._give_up(isinstance(error, Ended))
         if self.index == index:
             return False
         self.is_closing = True
@@ -270,6 +270,10 @@ class Reader:
         if self.is_ended:
             raise Ended
         yield
+
+    def error(self) -> Generator[None, None, Malformed]:
+        """Returns Ended if no text follows, else Malformed."""
+        return Malformed() if (yield from self.ahead(1)) else Ended()
 
     def sees(self, mark: str, offset: int = 0) -> Generator[None, None, bool]:
         """Returns True if `mark` comes next, behind `offset` characters."""
