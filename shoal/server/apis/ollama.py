@@ -26,6 +26,7 @@ from shoal.server.apis.tools import (
     ToolPlan,
     check_finish,
     functions_among,
+    is_object,
     plan_tools,
     thinking_of,
 )
@@ -375,6 +376,7 @@ async def _answer(
         async for [delta] in generation:
             is_last = delta.finish_reason is not None
             writer.add(parser.push(delta.text, delta.finish_reason), delta)
+            writer.is_broken = parser.is_broken
             if line := writer.line(is_last):
                 await exchange.send(line)
             if is_last:
@@ -393,6 +395,7 @@ class OllamaWriter:
         self._content: list[str] = []
         self._thinking: list[str] = []
         self._calls: list[CallDelta] = []  # the last one may still grow
+        self.is_broken = False  # a call is broken: it is text, as it cannot be made
         self._token_ids: list[int] = []  # the whole answer's
         self.shapes: LogprobShapes | None = None  # for requests that want log-probabilities
         self._rows: list[Any] = []
@@ -450,6 +453,9 @@ class OllamaWriter:
     def _take(self, num_calls: int) -> dict[str, Any]:
         content, thinking, calls = "".join(self._content), "".join(self._thinking), self._calls[:num_calls]
         self._content, self._thinking, self._calls = [], [], self._calls[num_calls:]
+        if self.is_broken:
+            content = "".join(call.arguments for call in calls if not is_object(call.arguments)) + content
+            calls = [call for call in calls if is_object(call.arguments)]
         thought = {"thinking": thinking} if thinking else {}
         rows, self._rows = self._rows, []
         more = {"logprobs": rows} if rows else {}

@@ -21,6 +21,7 @@ from shoal.server.apis.tools import (
     AnswerFormat,
     ToolPlan,
     check_finish,
+    is_object,
     plan_tools,
     thinking_of,
     warn_left_out,
@@ -396,6 +397,8 @@ class ResponseWriter:
         item.status = status
         if isinstance(item, FunctionCall):
             item.arguments = text
+            if not is_object(text):  # broken, or cut short: the client cannot make this call
+                item.status = "incomplete"
             events = self._event(
                 "response.function_call_arguments.done", **where, name=item.name, arguments=text
             )

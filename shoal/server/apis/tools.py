@@ -24,10 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
+from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.chat_format import ChatFormat
 from shoal.text.formats.enforced import ListedCalls, NamedCall
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
@@ -308,6 +311,14 @@ class AnswerParser:
         """Returns OpenAI's finish reason for an answer that the engine ended with this reason."""
         can_call = self._reader.index >= 0 and not self.is_broken and self._mode != "named"
         return "tool_calls" if reason == "stop" and can_call else reason
+
+
+def is_object(arguments: str) -> bool:
+    """True if the text is a whole JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(with_whole_escapes(arguments)), dict)
+    except msgspec.DecodeError:
+        return False
 
 
 @dataclass(slots=True)

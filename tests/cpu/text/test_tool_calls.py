@@ -788,3 +788,28 @@ def test_a_text_file_of_an_unknown_charset_is_refused():
     with tool_server() as served:
         status, _ = served.json("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
     assert status == 400
+
+
+def test_a_stream_that_has_begun_a_broken_call_does_not_ask_for_it(served):
+    """Regression: such a stream ended with tool_calls and arguments that clients could not parse."""
+    served.say('<tool_call>{"name": "weather", "arguments": {"city": "Rome",, "zebra": 1}}</tool_call> Done.')
+    user, function = [{"role": "user", "content": "a"}], TOOL["function"]
+    schema = {"name": "weather", "input_schema": SCHEMA}
+    bodies = {
+        "/v1/chat/completions": {"messages": user, "tools": [TOOL]},
+        "/v1/responses": {"input": "a", "tools": [{"type": "function", **function}]},
+        "/v1/messages": {"messages": user, "tools": [schema], "max_tokens": 300},
+        "/api/chat": {"messages": user, "tools": [TOOL]},
+    }
+    ends = {
+        "/v1/chat/completions": '"finish_reason":"stop"',
+        "/v1/responses": '"status":"incomplete"',
+        "/v1/messages": '"stop_reason":"end_turn"',
+        "/api/chat": '"done":true',
+    }
+    for path, body in bodies.items():
+        status, _, text = served.request(path, {**body, "stream": True})
+        assert status == 200 and ends[path] in text, (path, text)
+        assert '"stop_reason":"tool_use"' not in text
+    assert '"tool_calls"' not in text
+    assert "zebra" in "".join(json.loads(line)["message"]["content"] for line in text.splitlines())
