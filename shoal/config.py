@@ -705,6 +705,7 @@ class ServerConfig:
             "hermes",
             "hunyuan_a13b",
             "hy_v3",
+            "internlm",
             "kimi_k2",
             "lfm2",
             "llama3_json",

@@ -14,6 +14,7 @@ from shoal.text.formats.granite import Granite
 from shoal.text.formats.harmony import Harmony
 from shoal.text.formats.hermes import Hermes
 from shoal.text.formats.hunyuan import HunyuanA13B, HyV3
+from shoal.text.formats.internlm import InternLM
 from shoal.text.formats.kimi_k2 import KimiK2
 from shoal.text.formats.lfm2 import Lfm2
 from shoal.text.formats.llama3_json import Llama3Json
@@ -48,6 +49,7 @@ FORMATS: tuple[ChatFormat, ...] = (
     Llama4Pythonic(),
     Granite(),
     NemotronNano(),
+    InternLM(),
     HunyuanA13B(),
     Hermes(),
     Llama3Json(),

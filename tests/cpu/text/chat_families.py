@@ -533,6 +533,14 @@ FAMILIES = {
         broken={"no list": "<TOOLCALL>zebra</TOOLCALL> crossing"},
         signs="<TOOLCALL><think>",
     ),
+    "InternLM": Family(
+        "internlm",
+        joined(
+            lambda n, a: f"<|action_start|><|plugin|>{dumped({'name': n, 'parameters': a})}<|action_end|>"
+        ),
+        broken={"no JSON": "<|action_start|><|plugin|>zebra<|action_end|>crossing"},
+        signs="<|action_start|>",
+    ),
     "Llama 3": Family(
         "llama3_json",
         lambda calls: "; ".join(dumped({"name": n, "parameters": a}) for n, a in calls),
