@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.text.conversation import as_text, parsed_arguments
-from shoal.text.formats.chat_format import JsonCall
 from shoal.text.formats.hermes import HERMES_CALL
 from shoal.text.formats.registry import form_of
+from shoal.text.reading.chat_format import JsonCall
 
 HERMES = """# Tools
 

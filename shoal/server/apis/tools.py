@@ -31,10 +31,10 @@ from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.text.conversation import with_whole_escapes
-from shoal.text.formats.chat_format import ChatFormat
-from shoal.text.formats.enforced import ListedCalls, NamedCall
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
 from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+from shoal.text.reading.chat_format import ChatFormat
+from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import Start

@@ -4,7 +4,7 @@ function<｜tool▁sep｜>name, and the arguments in a block of Markdown. Each r
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
 

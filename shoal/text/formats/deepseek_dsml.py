@@ -4,7 +4,7 @@ string="false" means JSON."""
 
 from __future__ import annotations
 
-from shoal.text.formats.invokes import Invokes
+from shoal.text.reading.invokes import Invokes
 
 
 class DeepSeekV32(Invokes):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import MAX_DEPTH, NUMBER
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_text

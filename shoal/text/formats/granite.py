@@ -4,7 +4,7 @@ and <|/tool_call|> at the end."""
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 
-from shoal.text.formats.messages import Messages
 from shoal.text.reading.json_calls import read_object
+from shoal.text.reading.messages import Messages
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.thoughts import HARMONY
 

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat, JsonCall
 from shoal.text.formats.glm45 import read_call
+from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
 

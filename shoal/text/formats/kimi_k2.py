@@ -5,7 +5,7 @@ model expects to see again."""
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat
 from shoal.text.formats.pythonic import read_calls
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.reader import Reader, Steps
 
 

@@ -3,7 +3,7 @@ Without the mark a call must name one of the tools, as it has no other differenc
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call
 from shoal.text.reading.marks import SPACE
 from shoal.text.reading.reader import Reader, Steps

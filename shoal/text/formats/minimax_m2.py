@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shoal.text.formats.invokes import Invokes
+from shoal.text.reading.invokes import Invokes
 
 
 class MiniMaxM2(Invokes):

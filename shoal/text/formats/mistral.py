@@ -9,7 +9,7 @@ import re
 import secrets
 import string
 
-from shoal.text.formats.chat_format import ChatFormat, JsonCall
+from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call, read_list, read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
 

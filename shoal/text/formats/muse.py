@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from shoal.text.formats.invokes import Invokes
-from shoal.text.formats.messages import Messages
+from shoal.text.reading.invokes import Invokes
+from shoal.text.reading.messages import Messages
 from shoal.text.reading.thoughts import TO_SELF
 
 

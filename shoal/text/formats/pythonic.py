@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Generator
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import MAX_DEPTH
 from shoal.text.reading.reader import Ended, Malformed, Reader, Steps
 from shoal.text.reading.typed_values import PYTHON_WORDS

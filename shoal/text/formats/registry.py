@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from shoal.text.formats.chat_format import ChatFormat, PlainFormat
 from shoal.text.formats.deepseek import DeepSeekV3, DeepSeekV31
 from shoal.text.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
 from shoal.text.formats.gemma4 import FunctionGemma, Gemma4
@@ -18,7 +17,6 @@ from shoal.text.formats.internlm import InternLM
 from shoal.text.formats.kimi_k2 import KimiK2
 from shoal.text.formats.lfm2 import Lfm2
 from shoal.text.formats.llama3_json import Llama3Json
-from shoal.text.formats.messages import Messages
 from shoal.text.formats.minimax_m2 import MiniMaxM2
 from shoal.text.formats.mistral import Mistral
 from shoal.text.formats.muse import Muse
@@ -26,6 +24,8 @@ from shoal.text.formats.nemotron_nano import NemotronNano
 from shoal.text.formats.phi4_mini import Phi4Mini
 from shoal.text.formats.pythonic import Llama4Pythonic
 from shoal.text.formats.qwen3_coder import Qwen3Coder
+from shoal.text.reading.chat_format import ChatFormat, PlainFormat
+from shoal.text.reading.messages import Messages
 from shoal.text.reading.thoughts import THOUGHTS, Thoughts
 
 # In this order, as some signs contain others: the first format in a template is the model's.

@@ -8,8 +8,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
-from shoal.text.formats.enforced import ListedCalls, NamedCall
 from shoal.text.formats.registry import BY_NAME, PLAIN
+from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import THINK, Start

@@ -3,7 +3,7 @@ MiniMax, DeepSeek V3.2 and Muse write them with tags of their own."""
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
 

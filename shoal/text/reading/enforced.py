@@ -3,7 +3,7 @@ a named function."""
 
 from __future__ import annotations
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
 

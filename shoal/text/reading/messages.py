@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from shoal.text.formats.chat_format import ChatFormat
+from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.marks import marks_of
 from shoal.text.reading.reader import Reader, Steps
 from shoal.text.reading.thoughts import Start
