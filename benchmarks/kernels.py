@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import activation, norm, reference, rope, triton_ops
+from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
-from shoal.kernels.moe import moe
+from shoal.kernels.moe import moe, reference
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.sampling import sample

@@ -1,5 +1,5 @@
-"""The functions that a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu/ops.py
-has them all, and an engine chooses one of these modules. reference.py describes what each function does.
+"""The functions that a model's layers and the runner call. Each of triton_ops.py and cpu/ops.py has them all,
+and an engine chooses one of the two. The reference.py of each room describes what its functions do.
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
 intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence ·

@@ -1,17 +1,17 @@
-"""The ops on a GPU: see ops.py for the list, reference.py for what each means."""
+"""The ops on a GPU: see ops.py for the list, the reference.py of each room for what each means."""
 
 from shoal.kernels.activation import embed, silu_mul
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_silu_mul
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_rms_norm, rms_norm
-from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
 from shoal.kernels.sampling.bad_words_triton import ban_words
 from shoal.kernels.sampling.logit_bias_triton import add_bias
 from shoal.kernels.sampling.min_tokens_triton import ban_stops
 from shoal.kernels.sampling.penalties_triton import penalize
+from shoal.kernels.sampling.reference import keep_bits
 from shoal.kernels.sampling.sample import sample
 from shoal.kernels.sampling.split_sample_triton import join_parts, sample_parts
 from shoal.kernels.sampling.token_history_triton import remember_last, set_last, take_rows

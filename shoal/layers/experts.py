@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from shoal.kernels.moe.reference import mix_experts
 from shoal.kernels.ops import Ops
-from shoal.kernels.reference import mix_experts
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
 from shoal.layers.matrix import MatrixLayer

@@ -16,6 +16,8 @@ import torch
 
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.moe import reference as moe_reference
+from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -169,7 +171,7 @@ def test_sample_draws_the_reference_tokens(
     out, state = torch.full((count,), -7, dtype=torch.int32, device=DEVICE), table.clone()
     triton_ops.sample(logits, rows, positions, state, out)
     expected, expected_state = torch.full((count,), -7, dtype=torch.int32), table.cpu()
-    reference.sample(logits.cpu(), rows.cpu(), positions.cpu(), expected_state, expected)
+    sampling_reference.sample(logits.cpu(), rows.cpu(), positions.cpu(), expected_state, expected)
     assert out.tolist() == expected.tolist()
     assert torch.equal(state.cpu(), expected_state)
 
@@ -189,7 +191,7 @@ def test_sample_follows_the_exact_distribution(params: tuple[float, int, float, 
         make_table([params], [11]),
         out,
     )
-    kept = reference.survivors(logits.float(), temperature, top_k, top_p, min_p)
+    kept = sampling_reference.survivors(logits.float(), temperature, top_k, top_p, min_p)
     probs = torch.zeros(1000, dtype=torch.float64)
     probs[kept] = (logits[kept].double() / temperature).softmax(0)
     expected, observed = probs * count, torch.bincount(out.cpu(), minlength=1000)
@@ -256,7 +258,9 @@ def test_moe(tokens: int, experts: int, top_k: int, hidden: int, size: int, dtyp
     tolerance = TOLERANCES[BF16] if dtype == BF16 else dict(rtol=1e-4, atol=1e-4)
     for renormalise in (True, False):
         result = triton_ops.moe(x, router, w13, w2, top_k, renormalise)
-        torch.testing.assert_close(result, reference.moe(x, router, w13, w2, top_k, renormalise), **tolerance)
+        torch.testing.assert_close(
+            result, moe_reference.moe(x, router, w13, w2, top_k, renormalise), **tolerance
+        )
         residual = randn(tokens, hidden, dtype=dtype)
         expected = residual + result
         assert triton_ops.moe(x, router, w13, w2, top_k, renormalise, residual) is residual and torch.equal(
@@ -279,7 +283,7 @@ def test_a_captured_moe_follows_its_router() -> None:
     for _ in range(3):
         router.copy_(randn(16, 32))
         graph.replay()
-        torch.testing.assert_close(out, reference.moe(x, router, w13, w2, 4, True), **TOLERANCES[BF16])
+        torch.testing.assert_close(out, moe_reference.moe(x, router, w13, w2, 4, True), **TOLERANCES[BF16])
 
 
 def test_begin_decode_and_updates() -> None:

@@ -1,5 +1,5 @@
-"""The ops of kernels/ops.py for the CPU. The C kernels compute float32. reference.py computes other dtypes,
-and everything on a machine without a compiler."""
+"""The ops of kernels/ops.py for the CPU. The C kernels compute float32. Other dtypes, and everything on a
+machine without a compiler, are computed by the reference.py of each room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
+from shoal.kernels.matmul.reference import linear, linear_add, linear_silu_mul
+from shoal.kernels.moe.reference import moe
+from shoal.kernels.reference import apply_updates, copy_ints, embed
+from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
 from shoal.kernels.sampling.bad_words import ban_words
 from shoal.kernels.sampling.logit_bias import add_bias
@@ -174,7 +177,7 @@ def begin_decode(
 
 def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
     if LIBRARY is None or logits_SV.dtype != torch.float32:
-        reference.keep_bits(logits_SV, rows_G, masks_GW)
+        sampling_reference.keep_bits(logits_SV, rows_G, masks_GW)
         return
     vocab_size, words = logits_SV.shape[1], masks_GW.shape[1]
     assert rows_G.dtype == torch.int64 and rows_G.is_contiguous() and logits_SV.stride(1) == 1
@@ -199,7 +202,7 @@ def sample(
     out_tokens_S: torch.Tensor,
 ) -> None:
     if LIBRARY is None:
-        reference.sample(logits_BV, rows_S, positions_S, table, out_tokens_S)
+        sampling_reference.sample(logits_BV, rows_S, positions_S, table, out_tokens_S)
         return
     logits = (
         logits_BV

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels import reference
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
+from shoal.kernels.sampling import reference
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
 SPAN = tl.constexpr(32)  # tokens that share one maximum

@@ -27,7 +27,7 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.reference import TILE, gumbel, noise_keys
+from shoal.kernels.sampling.reference import TILE, gumbel, noise_keys
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 
 PARTS = 64  # A top_k is rarely larger (Gemma's default).

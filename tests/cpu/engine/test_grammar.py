@@ -22,7 +22,7 @@ from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import ConfigError, RequestError
-from shoal.kernels.reference import keep_bits
+from shoal.kernels.sampling.reference import keep_bits
 from shoal.text.tokenizer import load_tokenizer
 from shoal.wire import Start
 from tests import tiny

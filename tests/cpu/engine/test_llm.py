@@ -20,7 +20,7 @@ from shoal.api import Request
 from shoal.engine import answers, llm, resolve
 from shoal.engine.ranks.ranks import Ranks
 from shoal.errors import ConfigError
-from shoal.kernels import reference
+from shoal.kernels.sampling import reference
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.text import request_builder
 from shoal.text.request_builder import copy_params

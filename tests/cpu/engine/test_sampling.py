@@ -16,9 +16,9 @@ from shoal.engine.runner.step_buffers import RING, StepBuffers, queue_copy
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.engine.step_loop import StepLoop
-from shoal.kernels import reference
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling import logprobs as rows_of_logits
+from shoal.kernels.sampling import reference
 from shoal.kernels.sampling.row_options import pack_options
 from shoal.kernels.state import Field, StateLayout
 from shoal.layers.parallel import TensorParallel

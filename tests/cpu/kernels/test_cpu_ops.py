@@ -8,6 +8,8 @@ from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.matmul import reference as matmul_reference
+from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.state import Field
 
 pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
@@ -47,7 +49,7 @@ def test_products_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
         torch.randn(size, dtype=dtype) for size in ((rows, columns), (outs, columns), (rows, outs))
     )
     b, norm_weight = torch.randn(outs, dtype=dtype) if bias else None, torch.randn(columns, dtype=dtype)
-    for ops in (cpu_ops, reference):
+    for ops in (cpu_ops, matmul_reference):
         ours = residual.clone()
         ops.linear_add(x, weight, b, ours)
         torch.testing.assert_close(ours, residual + F.linear(x, weight, b), rtol=0, atol=0)
@@ -135,7 +137,7 @@ def test_samples_are_the_references(filters, temperature, spread):
         torch.full((count,), -9, dtype=torch.int32),
     )
     cpu_ops.sample(logits, rows, positions, table, tokens)
-    reference.sample(logits, rows, positions, want_table, want)
+    sampling_reference.sample(logits, rows, positions, want_table, want)
     assert torch.equal(tokens, want) and torch.equal(table, want_table)
 
 
@@ -171,7 +173,7 @@ def test_masks_are_the_references(vocab_size):
         packed[:1, 1:], packed[1:2, 1:] = 0, -1  # a mask that leaves nothing, and one that leaves all
         ours, wanted, rows = logits.clone(), logits.clone(), torch.tensor(masked, dtype=torch.long)
         cpu_ops.keep_bits(ours, rows, packed[:, 1:])
-        reference.keep_bits(wanted, rows, packed[:, 1:])
+        sampling_reference.keep_bits(wanted, rows, packed[:, 1:])
         torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
         others = [row for row in range(num_rows) if row not in masked]
         torch.testing.assert_close(ours[others], logits[others], rtol=0, atol=0, equal_nan=True)

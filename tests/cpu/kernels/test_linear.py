@@ -19,6 +19,7 @@ from triton_compile import check_kernels
 
 from shoal.kernels import reference
 from shoal.kernels.matmul import linear
+from shoal.kernels.matmul import reference as matmul_reference
 from shoal.kernels.matmul.dispatch import GPU, After, Kernel, Shape, Tiles, choose
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -104,7 +105,7 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(
         linear.linear_silu_mul(x, weight, bias),
-        reference.linear_silu_mul(x, weight, bias),
+        matmul_reference.linear_silu_mul(x, weight, bias),
         rtol=2e-3,
         atol=1e-5,
     )
@@ -113,7 +114,7 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
         expected = residual.clone()
         left = linear.linear_add(x, weight, b, residual)
         residual += 0 if left is None else left
-        reference.linear_add(x, weight, b, expected)
+        matmul_reference.linear_add(x, weight, b, expected)
         # one rounding, or two
         torch.testing.assert_close(residual, expected, rtol=2e-3, atol=1e-3 if dtype == FP16 else 1e-5)
 

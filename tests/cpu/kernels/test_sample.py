@@ -9,7 +9,8 @@ import struct
 import pytest
 import torch
 
-from shoal.kernels import reference, triton_ops
+from shoal.kernels import triton_ops
+from shoal.kernels.sampling import reference
 from shoal.kernels.state import Field, StateLayout, seed_words
 
 GREEDY, PLAIN = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kernels import reference, triton_ops
+from shoal.kernels import triton_ops
 from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.sampling import reference
 from shoal.kernels.sampling.split_sample import PARTS, needs_whole_row
 from shoal.kernels.state import Field
 from shoal.model_config import AttentionKind, LayerKind, RopeConfig

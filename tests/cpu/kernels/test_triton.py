@@ -13,6 +13,7 @@ import torch
 from shoal.kernels import reference, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
+from shoal.kernels.moe import reference as moe_reference
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.state import FIELDS, StateLayout
 
@@ -163,10 +164,10 @@ def test_moe_equals_the_loop_over_experts(
     blocks = Blocks(16, 32, 16, 4, 2)
     result = moe_with(blocks, x, router, w13, w2, top_k, renormalise)
     torch.testing.assert_close(
-        result, reference.moe(x, router, w13, w2, top_k, renormalise), **TOLERANCES[dtype]
+        result, moe_reference.moe(x, router, w13, w2, top_k, renormalise), **TOLERANCES[dtype]
     )
     residual = torch.randn(tokens, hidden).to(dtype)
-    for combine, output in ((moe_with, (blocks,)), (reference.moe, ())):
+    for combine, output in ((moe_with, (blocks,)), (moe_reference.moe, ())):
         ours, alone = residual.clone(), combine(*output, x, router, w13, w2, top_k, renormalise)
         assert combine(*output, x, router, w13, w2, top_k, renormalise, ours) is ours and torch.equal(
             ours, residual + alone

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels import reference, triton_ops
+from shoal.kernels import triton_ops
 from shoal.kernels.matmul import gpu_fp8, gpu_weight
+from shoal.kernels.moe import reference
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.experts import ExpertMatrix, Experts

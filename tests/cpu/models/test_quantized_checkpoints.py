@@ -19,11 +19,11 @@ from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner.graphs import most_captured_tokens
 from shoal.errors import CheckpointError
-from shoal.kernels import reference
 from shoal.kernels.cpu import fp8 as cpu_fp8
 from shoal.kernels.cpu import int4 as cpu_int4
 from shoal.kernels.cpu import linear as cpu_linear
 from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.moe import reference
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
