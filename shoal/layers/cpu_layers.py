@@ -53,6 +53,7 @@ class CpuLayers:
 
     def _describe(self, caches: Sequence[LayerCache]) -> None:
         """Fills in the structs of layers that have these caches, which are the same in all steps."""
+        assert len({cache.table for cache in caches}) == 1  # the C call takes one block table
         names = [field.name for field in fields(LayerWeights)]
         self._caches = caches
         self._structs = (cpu_build.Layer * len(caches))(
