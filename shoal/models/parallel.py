@@ -1,4 +1,4 @@
-"""Whether a model can be divided over the ranks of a tensor-parallel group."""
+"""Checks that a model can be divided over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
