@@ -723,7 +723,17 @@ class ServerConfig:
     reasoning_parser: str = option(
         "auto",
         'format of reasoning in the model\'s text; "auto": by the chat template',
-        choices=("auto", "gemma4", "hy_v3", "mistral", "muse_glimmer", "openai_gptoss", "qwen3", "none"),
+        choices=(
+            "auto",
+            "gemma4",
+            "granite",
+            "hy_v3",
+            "mistral",
+            "muse_glimmer",
+            "openai_gptoss",
+            "qwen3",
+            "none",
+        ),
     )
     log_requests: str = option(
         "all",

@@ -136,21 +136,21 @@ def _text(reader: Reader) -> Steps:
         quote = quote[0]
     reader.take(quote)
     while True:
-        rest = yield from reader.available()
-        if not rest:
+        char = yield from reader.ahead(1)
+        if not char:
             raise Ended
-        if rest[0] == "\\":
+        if char == "\\":
             yield from _escape(reader)
-        elif rest[0] != quote[0]:
-            piece = PLAIN[quote[0]].match(rest)[0]  # type: ignore[index]
+        elif char != quote[0]:
+            piece = reader.here(PLAIN[quote[0]])
             reader.take(piece)
             reader.add(json.dumps(piece, ensure_ascii=False)[1:-1])
         elif (yield from reader.sees(quote)):
             reader.take(quote)
             return
         else:  # one quote within three
-            reader.take(rest[0])
-            reader.add(json.dumps(rest[0])[1:-1])
+            reader.take(char)
+            reader.add(json.dumps(char)[1:-1])
 
 
 def _escape(reader: Reader) -> Steps:

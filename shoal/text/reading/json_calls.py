@@ -25,18 +25,18 @@ def read_string(reader: Reader) -> Generator[None, None, str]:
     yield from reader.expect('"')
     parts: list[str] = []
     while True:
-        rest = yield from reader.available()
-        if not rest:
+        char = yield from reader.ahead(1)
+        if not char:
             raise Ended
-        if rest[0] == '"':
+        if char == '"':
             break
-        if rest[0] == "\\":
+        if char == "\\":
             yield from _escape(reader, parts)
-        elif rest[0] < " ":
-            parts.append(json.dumps(rest[0])[1:-1])
-            reader.take(rest[0], mended=parts[-1])
+        elif char < " ":
+            parts.append(json.dumps(char)[1:-1])
+            reader.take(char, mended=parts[-1])
         else:
-            parts.append(PLAIN.match(rest)[0])  # type: ignore[index]
+            parts.append(reader.here(PLAIN))
             reader.take(parts[-1])
     reader.take('"')
     return json.loads(f'"{"".join(parts)}"')

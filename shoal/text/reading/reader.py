@@ -9,7 +9,7 @@ After that the arguments stream. Only a broken call is read differently if the a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class Reader:
         self.separator = ""  # the text that comes before further words
         self._parts: list[Part] = []
         # While no mark has begun: the pattern of text that cannot be passed on at once, and its kind.
-        self._stirs: Any = None
+        self._stirs: Callable[[str], re.Match[str] | None] | None = None
         self._is_reasoning = False
         self._steps = form.answer(self)
 
@@ -115,12 +115,12 @@ class Reader:
         self.index += 1
         self._begun, self._num_before = True, len(self._parts)
         self._parts.append(CallDelta(self.index, call_id, name))
-        self._is_told()
+        self._is_sent()
 
     def add(self, arguments: str) -> None:
         """Adds to the JSON of the arguments."""
         self._arguments.append(arguments)
-        self._is_told()
+        self._is_sent()
 
     def add_key(self, key: str) -> None:
         """Adds the beginning of an argument; `key` is JSON."""
@@ -138,8 +138,8 @@ class Reader:
         self._raw.clear()
         self._flush()
 
-    def _is_told(self) -> None:
-        """The text that was taken is in the call's delta. A whole answer may take a call back."""
+    def _is_sent(self) -> None:
+        """The text that was taken is in the call's delta. Only a whole answer may take a call back."""
         if self._begun and not self._is_whole:
             self._raw.clear()
 
@@ -191,7 +191,7 @@ class Reader:
         """Returns True if the rest of a text that has ended is calls and nothing else, the first one behind
         `mark`; otherwise nothing is read."""
         at, index, is_whole, parts = self._at, self.index, self._is_whole, self._parts
-        self._is_whole, self._parts = True, []
+        is_broken, self._is_whole, self._parts = self.is_broken, True, []
         found = True
         while mark and found:
             if mark != closing:
@@ -203,7 +203,8 @@ class Reader:
         if found:
             self._parts = parts + self._parts
         else:
-            self._parts, self._at, self.index, self.is_closing = parts, at, index, False
+            self._parts, self._at, self.index = parts, at, index
+            self.is_broken, self.is_closing = is_broken, False
         return found
 
     def _give_up(self, is_ended: bool) -> None:
@@ -337,11 +338,15 @@ class Reader:
                 return mark
         return ""
 
+    def here(self, pattern: re.Pattern[str]) -> str:
+        """Returns the text that has arrived and matches the pattern of a repeated character."""
+        found = pattern.match(self._text, self._at)
+        return found[0] if found else ""
+
     def match(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
         """Returns the text that comes next and matches the pattern of a repeated character."""
         while True:
-            found = pattern.match(self._text, self._at)
-            text = found[0] if found else ""
+            text = self.here(pattern)
             if self._at + len(text) < len(self._text) or self.is_ended:
                 return text
             yield

@@ -77,5 +77,8 @@ TO_SELF = Thoughts(
     "muse_glimmer", " to=self<|message|>", "<|eom|>", (), anywhere=True, forced="<|eom|><|start|>assistant"
 )
 THINK_OPEN_SOURCE = Thoughts("hy_v3", "<think:opensource>", "</think:opensource>", (":opensource",))
+SENTENCES = Thoughts(
+    "granite", "Here is my thought process:", "Here is my response:", ("Here is my thought process",)
+)
 # In this order, as templates of the first ones may speak of <think>.
-THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK_OPEN_SOURCE, THINK)
+THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK_OPEN_SOURCE, SENTENCES, THINK)

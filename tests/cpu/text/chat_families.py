@@ -520,10 +520,12 @@ FAMILIES = {
     "Granite 3": Family(
         "granite",
         as_list("<|tool_call|>"),
+        "granite",
+        think="Here is my thought process: {}\nHere is my response: {}".format,
         after=False,
         broken={"no list": "<|tool_call|>zebra crossing"},
         more={"no mark": Case(as_list("")([PARIS]), calls=[PARIS])},
-        signs="<|tool_call|>",
+        signs="<|tool_call|> Here is my thought process: ... Here is my response:",
     ),
     "Nemotron Nano 2": Family(
         "nemotron_json",

@@ -187,6 +187,13 @@ def test_a_call_that_ends_reasoning_which_never_closes_is_a_call(family):
     assert not found.calls and THOUGHT in found.reasoning and "and so on" in found.reasoning
 
 
+@each_family
+def test_a_long_answer_takes_linear_time(family):
+    """Each line break of an argument is an escape in JSON and Python."""
+    lines = ("write", {"path": "a", "content": "line\n" * 20_000})
+    assert Found(family, family.call([lines]), is_whole=True).read_calls() == [lines]
+
+
 def test_mistrals_ids_have_nine_letters_and_digits():
     family = FAMILIES["Mistral, from version 11"]
     for pieces in ([family.call([PARIS] * 3)], list(family.call([PARIS] * 3))):
