@@ -305,7 +305,8 @@ class AnswerParser:
     @property
     def is_broken(self) -> bool:
         """True if a stream has begun a call that turned out to be broken, so that it cannot be made."""
-        return self._reader.is_broken
+        broken = self._reader.broken
+        return broken is not None and (self._parallel or broken == 0)
 
     def finish_reason(self, reason: str) -> str:
         """Returns OpenAI's finish reason for an answer that the engine ended with this reason."""

@@ -65,7 +65,7 @@ class Reader:
         """is_whole: the whole text arrives by one push."""
         self.form, self.expected = form, expected
         self.index = -1  # the number of the last recognized call
-        self.is_broken = False  # the arguments of a call are not whole, so it cannot be made
+        self.broken: int | None = None  # the first call whose arguments are not whole, so it cannot be made
         self.is_closing = False  # the mark after calls is expected
         self._ids: set[str] = set()
         self._is_whole = is_whole
@@ -191,7 +191,7 @@ class Reader:
         """Returns True if the rest of a text that has ended is calls and nothing else, the first one behind
         `mark`; otherwise nothing is read."""
         at, index, is_whole, parts = self._at, self.index, self._is_whole, self._parts
-        is_broken, self._is_whole, self._parts = self.is_broken, True, []
+        broken, self._is_whole, self._parts = self.broken, True, []
         found = True
         while mark and found:
             if mark != closing:
@@ -204,7 +204,7 @@ class Reader:
             self._parts = parts + self._parts
         else:
             self._parts, self._at, self.index = parts, at, index
-            self.is_broken, self.is_closing = is_broken, False
+            self.broken, self.is_closing = broken, False
         return found
 
     def _give_up(self, is_ended: bool) -> None:
@@ -216,8 +216,8 @@ class Reader:
             del self._parts[self._num_before :]
             self.index, self._begun = self.index - 1, False
             self._arguments.clear()
-        elif is_broken:
-            self.is_broken = True
+        elif is_broken and self.broken is None:
+            self.broken = self.index
         loose = "".join(self._raw)
         if self._begun:
             self._flush()

@@ -48,7 +48,7 @@ class Found:
             for part in self.reader.push(piece, end if i == len(pieces) - 1 else None):
                 self._add(part)
         assert len(set(self.ids)) == len(self.ids)
-        self.is_broken = self.reader.is_broken
+        self.is_broken = self.reader.broken is not None
 
     def _add(self, part):
         if isinstance(part, CallDelta):
@@ -316,6 +316,16 @@ def test_the_finish_reason_is_that_of_whole_calls(family):
     at = text.index("Paris") + 3
     assert reason(text[:at], "length") == "length"
     assert reason(text[:at], "stop") == "stop"
+
+
+def test_a_broken_call_that_is_left_out_changes_no_finish_reason():
+    text = FAMILIES["Hermes, Qwen3"].call([PARIS]) + '<tool_call>{"name": "weather", "arguments": {,'
+    for parallel, reason in ((True, "stop"), (False, "tool_calls")):
+        plan = plan_tools([WEATHER], None, parallel, "hermes")
+        parser = AnswerFormat(plan, "hermes", "none", "", SamplingParams()).parser(is_whole=False)
+        parser.push(text)
+        parser.push("", "stop")
+        assert parser.finish_reason("stop") == reason
 
 
 # The choice of a format
