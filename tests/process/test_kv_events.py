@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shoal import LLM, SamplingParams
 from shoal import kv_events as kv_events
@@ -24,6 +25,15 @@ SMALL = {
     "num_gpu_blocks_override": 20,
     "max_num_seqs": 4,
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads on tiny tensors wait for each other, on a busy machine longer than the time limit of a test."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
