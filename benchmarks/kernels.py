@@ -134,7 +134,7 @@ HOPPER_TILES = [
 
 
 def bench_linear(sweep: bool) -> None:
-    """qwen3-0.6b's and 8b's products (weight rows x inputs), gate and up with their activation, beside
+    """qwen3-0.6b's and 8b's matmuls (weight rows x inputs), gate and up with their activation, beside
     cuBLAS."""
     for outs, columns, gated in PRODUCTS:
         num_bytes = outs * columns * 2
@@ -148,7 +148,7 @@ def bench_linear(sweep: bool) -> None:
             for tiles in TILES if sweep else ():
                 in_registers = rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
                 if tiles.num_stages or in_registers:
-                    run = partial(_product, tiles, x, weights, gated)
+                    run = partial(_matmul, tiles, x, weights, gated)
                     others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
             for cut in HOPPER_TILES if sweep and rows > 1 and dispatch.gpu_of(x.device).hopper else ():
                 if (
@@ -162,7 +162,7 @@ def bench_linear(sweep: bool) -> None:
                 lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights)
             )
             show(name, f"{rows} rows, {outs} x {columns}", us, num_bytes, others)
-            if outs <= columns:  # such products end half a layer
+            if outs <= columns:  # such matmuls end half a layer
                 add = partial(_linear_add, x, weights, randn(rows, outs))
                 show(
                     "linear_add",
@@ -183,7 +183,7 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
     return triton_ops.silu_mul(y) if gated else y
 
 
-def _product(
+def _matmul(
     tiles: dispatch.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
     return linear.matmul(tiles, x, weights[i], None, gated)

@@ -1,4 +1,4 @@
-"""fp8 weights on a GPU: products at real and odd sizes against float32 ones of the same numbers, in graphs and
+"""fp8 weights on a GPU: matmuls at real and odd sizes against float32 ones of the same numbers, in graphs and
 in chains, and engines on tiny checkpoints."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @GROUPS
 @pytest.mark.parametrize(("outs", "inputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 33, 64, 65, 100, 300, 1025])
-def test_products(rows: int, outs: int, inputs: int, group: int) -> None:
+def test_matmuls(rows: int, outs: int, inputs: int, group: int) -> None:
     x, weight, matrix, bias = operands(rows, outs, inputs, group)
     exact = F.linear(taken(weight, x), matrix, bias.float())
     y = weight.linear(x, bias)
@@ -130,7 +130,7 @@ def test_a_chain_of_rings_is_in_order_and_equal_each_time(group: int) -> None:
 @GROUPS
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 100])
 def test_a_chain_is_in_order_and_equal_each_time(rows: int, group: int) -> None:
-    """Kernels that overlap read and write the residual, and share the counters of split products."""
+    """Kernels that overlap read and write the residual, and share the counters of split matmuls."""
     x, up, _, _ = operands(rows, 6144, 1024, group)
     _, down, _, _ = operands(1, 1024, 3072, group)
     norm = torch.ones(1024, device=DEVICE, dtype=BF16)
@@ -196,7 +196,7 @@ def test_graphs_and_eager_steps_agree(tmp_path):
     quantized.write(tmp_path, "fp8-channel")
     graphs, _ = logprobs(tmp_path, PROMPTS)
     eager, _ = logprobs(tmp_path, PROMPTS, enforce_eager=True)
-    # a near tie may flip: a step of another size is another product
+    # a near tie may flip: a step of another size is another matmul
     assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1
 
 

@@ -1,4 +1,4 @@
-"""Packed weights on a GPU: products at real and odd sizes against float32 ones of the same numbers, in graphs
+"""Packed weights on a GPU: matmuls at real and odd sizes against float32 ones of the same numbers, in graphs
 and in chains, and engines on tiny checkpoints of each layout."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @DTYPES
 @pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "mxfp4"])
 @pytest.mark.parametrize(("outs", "inputs"), SIZES)
-def test_products(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None:
+def test_matmuls(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None:
     """A weight, its scale and the result are rounded to the type: 2**-9 each on average in bf16."""
     print("seed", torch.manual_seed(23).initial_seed())
     group = 128 if kind == "group 128" and inputs % 128 == 0 else 32
@@ -81,7 +81,7 @@ def test_products(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None
 
 
 @DTYPES
-def test_a_product_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
+def test_a_matmul_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
     """Both unpack to the same bits, so that sums alone differ."""
     from shoal.kernels.matmul import packed_linear
 
@@ -141,7 +141,7 @@ def test_a_chain_of_rings_is_in_order_and_equal_each_time(zeros: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 300])
 def test_a_chain_is_in_order_and_equal_each_time(rows: int) -> None:
-    """Kernels that overlap read and write the residual, and share the counters of split products."""
+    """Kernels that overlap read and write the residual, and share the counters of split matmuls."""
     (up, _), (down, _) = packed([int4(6144, 1024)]), packed([int4(1024, 3072)])
     x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
     norm = torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
@@ -202,7 +202,7 @@ def test_graphs_and_eager_steps_agree(tmp_path) -> None:
     quantized.write(tmp_path, "int4")
     graphs, _ = logprobs(tmp_path)
     eager, _ = logprobs(tmp_path, enforce_eager=True)
-    # A near tie may flip, as a step of another size is another product.
+    # A near tie may flip, as a step of another size is another matmul.
     assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1
 
 

@@ -431,8 +431,8 @@ def _run(
         if chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
             _ring(x_TI, matrix, bias, out_TO, shape)
         else:
-            product = _few if chosen.kernel is Kernel.FP8_FEW else _row
-            product(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
+            matmul = _few if chosen.kernel is Kernel.FP8_FEW else _row
+            matmul(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
     return out_TO
 
 
@@ -567,7 +567,7 @@ def _by_torch(
 ) -> None:
     """CUTLASS or cuBLAS, which write bf16 alone. Without `use_fast_accum` their sums are promoted as ours."""
     scales = x.scales.t(), matrix.scales  # [T, groups] and [groups, O], as both lie
-    product = out_TO.new_empty(out_TO.shape) if add else out_TO
-    torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=product)
+    result = out_TO.new_empty(out_TO.shape) if add else out_TO
+    torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=result)
     if add:
-        out_TO += product
+        out_TO += result

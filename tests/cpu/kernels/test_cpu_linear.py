@@ -1,4 +1,4 @@
-"""Products with weights that stay quantized, against the matrix they stand for."""
+"""Matmuls with weights that stay quantized, against the matrix they stand for."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,7 @@ def threads(request):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize(("outs", "cols"), [(1, 32), (16, 64), (23, 96), (100, 576)])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 17])
-def test_a_packed_product_is_that_of_the_dequantized_matrix(threads, kind, outs, cols, tokens):
+def test_a_packed_matmul_is_that_of_the_dequantized_matrix(threads, kind, outs, cols, tokens):
     tensor = random_tensor(kind, outs, cols)
     x, bias = torch.randn(tokens, cols), torch.randn(outs)
     weight = cpu_linear.pack([tensor])

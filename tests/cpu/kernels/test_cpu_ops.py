@@ -43,7 +43,7 @@ def test_norms_and_gates_are_the_references(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("shape", [(1, 576, 64), (3, 5, 7), (17, 123, 1), (0, 8, 8)])
-def test_products_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
+def test_matmuls_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
     rows, columns, outs = shape
     x, weight, residual = (
         torch.randn(size, dtype=dtype) for size in ((rows, columns), (outs, columns), (rows, outs))

@@ -135,7 +135,7 @@ def test_experts_tiles_grow_with_their_rows(slots, experts, dtype, blocks):
 def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
     """A made-up GPU, on which cuBLAS is slow below 9,000 inputs, the ring at once, and nothing else matters."""
     path = Path(__file__).parents[3] / "benchmarks/matmul.py"
-    spec = importlib.util.spec_from_file_location("benchmark_products", path)
+    spec = importlib.util.spec_from_file_location("benchmark_matmuls", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
 
@@ -147,5 +147,5 @@ def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
     shapes = [shape for shape in benchmark.shapes() if shape.inputs % 16 == 0]
     limits = benchmark.fit(gpu, [(shape, rows) for shape in shapes for rows in (1, 16)], measure)
     chosen = [choose(shape, 1, BF16, gpu._replace(limits=limits)) for shape in shapes]
-    assert all(product.kernel is not Kernel.HOPPER_ROW for product in chosen)
+    assert all(matmul.kernel is not Kernel.HOPPER_ROW for matmul in chosen)
     assert limits.prefetched_warps == gpu.limits.prefetched_warps  # no time depends on it

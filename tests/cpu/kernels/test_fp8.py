@@ -1,7 +1,7 @@
-"""Products with fp8 weights, and activations that become fp8, in Triton's interpreter, at odd shapes; what real
+"""Matmuls with fp8 weights, and activations that become fp8, in Triton's interpreter, at odd shapes; what real
 models bring compiles for sm_89 and, without spills, for sm_90.
 
-Oracles are torch's own conversion to fp8 and float32 products of the unpacked matrix. Tolerance: float16 rounds
+Oracles are torch's own conversion to fp8 and float32 matmuls of the unpacked matrix. Tolerance: float16 rounds
 a result once (2**-11 relative), a gated one three times; sums are of another order.
 """
 
@@ -50,7 +50,7 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensor_of(outs: int, inputs: int, group: int) -> Fp8Tensor:
-    """Results of products with it are near 1."""
+    """Results of matmuls with it are near 1."""
     size = group or inputs
     data = (torch.randn(outs, inputs) * 60).to(FP8)
     data.view(torch.uint8)[0, :6] = torch.tensor([0, 1, 7, 0x80, 0x7E, 0xFE], dtype=torch.uint8)[:inputs]
@@ -106,7 +106,7 @@ def test_norms_write_what_they_would_have_rounded(size: int, add: bool, group: i
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(("outs", "inputs"), [(2, 1), (14, 37), (70, 300)])
 @pytest.mark.parametrize("rows", [1, 5, 66])
-def test_products_equal_those_of_the_unpacked_matrix(
+def test_matmuls_equal_those_of_the_unpacked_matrix(
     rows: int, outs: int, inputs: int, bias: bool, group: int
 ) -> None:
     """Up to 64 rows are multiplied as they are; more, as what their fp8 numbers stand for."""
@@ -166,7 +166,7 @@ def test_split_inputs_are_added_by_the_last_to_arrive(gated: bool, splits: int, 
 
 @pytest.mark.parametrize("tiles", [Fp8Tiles(16, 16, 32, 1, 2), Fp8Tiles(32, 64, 64, 4, 2)], ids=str)
 @GROUPS
-def test_any_tiles_of_many_rows_give_the_product(tiles: Fp8Tiles, group: int) -> None:
+def test_any_tiles_of_many_rows_give_the_matmul(tiles: Fp8Tiles, group: int) -> None:
     if group % tiles.columns:
         pytest.skip("a tile has one scale")
     tensor, rows = tensor_of(70, 300, group), quantize_rows(torch.randn(45, 300).half(), group)
@@ -184,7 +184,7 @@ def test_nothing_is_written_beyond_few_rows() -> None:
         assert (room[0] == 7).all() and (room[1 + rows :] == 7).all() and (room[1 : 1 + rows] != 7).all()
 
 
-def test_a_product_of_no_rows_is_empty() -> None:
+def test_a_matmul_of_no_rows_is_empty() -> None:
     matrix, x = matrix_of(tensor_of(14, 37, 0), 0), torch.zeros(0, 37).half()
     assert fp8_linear.fp8_linear(x, matrix, None).shape == (0, 14)
     assert fp8_linear.fp8_linear_silu_mul(x, matrix, None).shape == (0, 7)
@@ -206,7 +206,7 @@ def test_merged_parts_lie_in_order_and_new_ones_at_their_place() -> None:
 
 
 @pytest.mark.parametrize("group", [16, 48])
-def test_groups_without_a_product_are_refused(group: int) -> None:
+def test_groups_without_a_matmul_are_refused(group: int) -> None:
     with pytest.raises(
         CheckpointError, match=f"blocks of {group} inputs.*power of two from 32.*name a dtype"
     ):

@@ -37,7 +37,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {}
 
 @pytest.mark.parametrize(("outs", "inputs", "gated"), SHAPES)
 @pytest.mark.parametrize("rows", [2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 255, 256])
-def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gated: bool) -> None:
+def test_tiles_cover_the_matmul_and_fit(rows: int, outs: int, inputs: int, gated: bool) -> None:
     tiles = choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS)
     if tiles is None:
         assert rows > 64
@@ -62,11 +62,11 @@ def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gate
         (64, 151936, 1024),
     ],
 )
-def test_other_products_stay_where_they_were(rows: int, outs: int, inputs: int) -> None:
+def test_other_matmuls_stay_where_they_were(rows: int, outs: int, inputs: int) -> None:
     assert choose_hopper_tiles(rows, outs, inputs, False, H200_SMS) is None
 
 
-def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
+def test_gated_matmuls_too_narrow_for_most_sms_stay_where_they_were() -> None:
     assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None  # qwen3-8b's on one of 8 ranks
 
 

@@ -1,4 +1,4 @@
-"""Small products in Triton's interpreter against float32, odd shapes; what real models bring compiles for
+"""Small matmuls in Triton's interpreter against float32, odd shapes; what real models bring compiles for
 sm_80 and sm_90 without spills.
 
 Tolerance: weights are scaled so that results are near 1; sums of float16 products are exact to float32, one
@@ -45,7 +45,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate
     ("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049), (3, 3600)]
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
-def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
+def test_matmuls_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
     x, weight, b = operands(rows, outs, columns, bias, gated)
     shape = Shape(outs, columns, after=After.SILU_MUL if gated else After.NOTHING, bias=bias)
     assert choose(shape, rows, FP16, GPU()).kernel is Kernel.TRITON
@@ -59,7 +59,7 @@ def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: boo
     ("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049), (3, 3600)]
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
-def test_a_product_that_adds_itself_rounds_twice(rows: int, outs: int, columns: int, bias: bool) -> None:
+def test_a_matmul_that_adds_itself_rounds_twice(rows: int, outs: int, columns: int, bias: bool) -> None:
     x, weight, b = operands(rows, outs, columns, bias, False)
     residual = torch.randn(rows, outs).to(FP16)
     expected = residual + linear.linear(x, weight, b)
@@ -70,7 +70,7 @@ def test_a_product_that_adds_itself_rounds_twice(rows: int, outs: int, columns: 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("outs", "columns"), [(7, 13), (48, 1024), (33, 1100), (5, 2049)])
 @pytest.mark.parametrize("rows", [1, 3, 5, 70])
-def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: int, gated: bool) -> None:
+def test_sum_norm_and_matmul_equal_exact_ones(rows: int, outs: int, columns: int, gated: bool) -> None:
     x, weight, bias = operands(rows, outs, columns, True, gated)
     residual, norm_weight = torch.randn(rows, columns).to(FP16), torch.rand(columns).to(FP16)
     total = x + residual
@@ -84,7 +84,7 @@ def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: in
 
 
 @pytest.mark.parametrize("tiles", [Tiles(2, 64, 1), Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 3)], ids=str)
-def test_any_tiles_give_the_product(tiles: Tiles) -> None:
+def test_any_tiles_give_the_matmul(tiles: Tiles) -> None:
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(
         linear.matmul(tiles, x, weight, bias, True).float(),
@@ -100,7 +100,7 @@ def test_any_tiles_give_the_product(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(0, FP16), (65, FP16), (3, torch.float32)])
-def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
+def test_other_matmuls_are_torchs(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = (t.to(dtype) for t in operands(rows, 6, 10, True, False))
     assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(
@@ -119,7 +119,7 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(residual, expected, rtol=2e-3, atol=1e-3 if dtype == FP16 else 1e-5)
 
 
-def test_a_product_of_many_rows_and_inputs_is_left_to_the_next_norm() -> None:
+def test_a_matmul_of_many_rows_and_inputs_is_left_to_the_next_norm() -> None:
     x, weight, residual = (
         torch.randn(300, 12288, dtype=FP16),
         torch.randn(4, 12288, dtype=FP16),
@@ -179,11 +179,11 @@ def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype)
             torch.empty(outs * (1 + gated), columns, dtype=dtype),
             torch.empty(rows, columns, dtype=dtype),
         )
-        product, bias = (
+        matmul, bias = (
             linear.linear_silu_mul if gated else linear.linear,
             torch.empty(len(weight), dtype=dtype) if outs == 3072 else None,
         )
-        product(x, weight, bias)
+        matmul(x, weight, bias)
         linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, gated)
         linear.add_norm_linear(None, x, x[0], 1e-6, weight, None, gated)
         if not gated:
@@ -217,7 +217,7 @@ def test_compiles_for_both_targets_without_spills(compiled, case: str) -> None:
 
 @pytest.mark.parametrize(("room", "stages"), [(101_376, 3), (166_912, 5), (232_448, 5), (20_000, 1)])
 def test_pipelines_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, room: int, stages: int) -> None:
-    """99 KB on consumer cards, 163 on an A100, 227 on an H100; a gated product of 16 rows buffers 36 KB a
+    """99 KB on consumer cards, 163 on an A100, 227 on an H100; a gated matmul of 16 rows buffers 36 KB a
     stage."""
     utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": room})
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: room, utils=utils))

@@ -1,4 +1,4 @@
-"""Products with packed weights in Triton's interpreter, against the unpacked matrix in float32, at odd shapes;
+"""Matmuls with packed weights in Triton's interpreter, against the unpacked matrix in float32, at odd shapes;
 what real models bring compiles for sm_80 and sm_90 without spills.
 
 Tolerances: float16 has 11 bits. Scales, weights and results are each rounded to them. bfloat16, which the
@@ -92,7 +92,7 @@ def matrix(request) -> tuple[GpuWeight | GpuWeights, torch.Tensor]:
     return _pack(*tensors), torch.cat([tensor.dequantize() for tensor in tensors])
 
 
-def test_products_equal_those_of_the_unpacked_matrix(matrix) -> None:
+def test_matmuls_equal_those_of_the_unpacked_matrix(matrix) -> None:
     weight, oracle = matrix
     x, bias = torch.randn(5, oracle.shape[1]).div(64).to(FP16), torch.randn(len(oracle)).to(FP16)
     y, residual = F.linear(x.float(), oracle), torch.randn(5, len(oracle)).to(FP16)
@@ -147,7 +147,7 @@ TILES = [
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_any_tiles_and_splits_give_the_product(tiles: PackedTiles, gated: bool) -> None:
+def test_any_tiles_and_splits_give_the_matmul(tiles: PackedTiles, gated: bool) -> None:
     if gated and tiles.outs > 64:
         return
     print("seed", torch.manual_seed(5).initial_seed())
@@ -167,7 +167,7 @@ def test_nothing_is_written_beyond_the_output() -> None:
 
 
 def test_bits_of_a_quant_are_numbers_in_both_types() -> None:
-    """A product takes them as they are. 240 is a quant of 4 bits that lies 4 bits higher."""
+    """A matmul takes them as they are. 240 is a quant of 4 bits that lies 4 bits higher."""
     for dtype, shift in gpu_weight.QUANT_SHIFT.items():
         numbers = torch.arange(256, dtype=torch.int16).view(dtype).double()
         assert torch.equal(numbers * 2.0**shift, torch.arange(256).double())
@@ -326,10 +326,10 @@ def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:
     assert set(others) == {Kernel.PACKED}
 
 
-def test_packed_weights_have_their_own_product_up_to_a_limit_of_rows() -> None:
+def test_packed_weights_have_their_own_matmul_up_to_a_limit_of_rows() -> None:
     limit = H200.limits.packed_rows
     for bits in (4, 8):
         assert choose(Shape(4096, 4096, bits=bits), limit, BF16, H200).kernel is Kernel.PACKED
         assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, H200).kernel is Kernel.CUBLAS
     odd = Shape(37, 4096, after=After.SILU_MUL, bits=4)
-    assert choose(odd, 1, BF16, H200).kernel is Kernel.CUBLAS  # two products and an activation
+    assert choose(odd, 1, BF16, H200).kernel is Kernel.CUBLAS  # two matmuls and an activation

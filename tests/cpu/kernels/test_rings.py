@@ -1,5 +1,5 @@
-"""The rings of one row of fewer bits, run as numbers (gluon_numbers.py), against the product in float64: odd sizes,
-programs with several strips of outputs, and each thing that stands before and after the product."""
+"""The rings of one row of fewer bits, run as numbers (gluon_numbers.py), against the matmul in float64: odd sizes,
+programs with several strips of outputs, and each thing that stands before and after the matmul."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rings(sms: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
 
 
 def check(run, matrix: torch.Tensor, outs: int, inputs: int, gated: bool, with_bias: bool) -> None:
-    """The error is rounding alone, of a few outputs: once, or three times of a gated product."""
+    """The error is rounding alone, of a few outputs: once, or three times of a gated matmul."""
     x = torch.randn(1, inputs).to(BF16)
     x[0, 3] = 30
     norm = (torch.rand(inputs) + 0.5).to(BF16)
