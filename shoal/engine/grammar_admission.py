@@ -27,9 +27,11 @@ class GrammarAdmission(StepPart):
         self._grammars.prepare()
 
     def added(self, seq: Sequence) -> None:
-        params = seq.request.params.structured_outputs
-        if params is not None:
-            self._compiling[seq] = self._grammars.start(params, seq.output_token_ids)
+        params = seq.request.params
+        if params.structured_outputs is not None:
+            self._compiling[seq] = self._grammars.start(
+                params.structured_outputs, seq.output_token_ids, not params.skip_special_tokens
+            )
 
     def may_start(self, seq: Sequence) -> bool:
         return seq not in self._compiling and (seq.grammar is None or seq.grammar.is_ready)

@@ -28,7 +28,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import RequestError
 from shoal.sampling_params import StructuredOutputsParams
-from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short
+from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short, texts_of
 from shoal.text.tokenizer import Tokenizer, end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,11 @@ class Grammar:
         matcher: LLMatcher,
         end_ids: frozenset[int],
         compute_ahead: Callable[[LLMatcher], Future[AheadMask]],
+        unnamed: np.ndarray | None = None,
     ) -> None:
-        self.matcher, self.end_ids = matcher, end_ids
+        """unnamed: bits, int32 [words], of special tokens in the matcher's table that the grammar does not
+        name. None: the table has none."""
+        self.matcher, self.end_ids, self.unnamed = matcher, end_ids, unnamed
         self.ended = False
         self.dead_end = False  # the request's other options left no token that the grammar allows
         self.error: str | None = None
@@ -163,22 +166,30 @@ class Grammars:
         self._beside_executor: LLExecutor | None = None  # made and used in that thread only
         self.under_way: set[Future[AheadMask]] = set()  # masks that are being computed in the background
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
-        self._tokenizer: LLTokenizer | None = None
+        self._table = functools.cache(self._build_table)  # called in one thread only
+        self._tokenizer: Tokenizer | None = None
 
     def prepare(self) -> None:
         """Loads the tokenizer and builds the table of its tokens. That holds Python's lock for a good part of
         a second, so a server does it before it has requests. A model for which it fails can serve all but
         grammars: each request for one gets the error."""
-        if (error := in_deep_thread(self._table).exception()) is not None:
+        if (error := in_deep_thread(lambda: self._table(False)).exception()) is not None:
             logger.warning("grammars cannot be used: %s", error)
 
     def start(
-        self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int] = ()
+        self,
+        params: StructuredOutputsParams,
+        output_token_ids: abc.Sequence[int] = (),
+        shows_special: bool = False,
     ) -> Future[Grammar]:
         """Compiles a grammar in the background, for a sequence that has these outputs already. The future
         raises RequestError for a grammar that is not usable or does not allow the outputs, and
-        CheckpointError for a tokenizer that is not usable."""
-        return in_deep_thread(lambda: self._new(params, output_token_ids))
+        CheckpointError for a tokenizer that is not usable.
+
+        shows_special: the answer's text has special tokens. A marker that the grammar names may be such a
+        token then; otherwise it is spelled in others, as the token would not be shown.
+        """
+        return in_deep_thread(lambda: self._new(params, output_token_ids, shows_special))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
         """The masks of a step, int32 [rows, words], with a bit for each allowed token.
@@ -199,6 +210,8 @@ class Grammars:
             self._compute_now([grammars[i] for i in now], now, masks)
         for row, mask, grammar in zip(rows, masks, grammars):
             matcher = grammar.matcher
+            if grammar.unnamed is not None:
+                _drop_unnamed(mask, grammar.unnamed)
             if row.allowed is not None:
                 mask &= _bits(row.allowed, words)
             if row.banned:
@@ -241,9 +254,13 @@ class Grammars:
 
     # In the background
 
-    def _new(self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int]) -> Grammar:
-        matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects, self._is_dense))
-        grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
+    def _new(
+        self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int], shows_special: bool
+    ) -> Grammar:
+        unnamed = self._unnamed(params) if shows_special else None
+        grammar_text = grammar_of(params, self._closes_objects, self._is_dense)
+        matcher, first_seconds = self._compiled(grammar_text, unnamed is not None)
+        grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead, unnamed)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
         if not all(grammar.accept(token_id) for token_id in output_token_ids):
             assert grammar.error is not None
@@ -253,8 +270,15 @@ class Grammars:
             grammar.begin_ahead()
         return grammar
 
-    def _table(self) -> LLTokenizer:
-        """The table of the model's tokens, which is built once."""
+    def _unnamed(self, params: StructuredOutputsParams) -> np.ndarray | None:
+        """Returns the bits of the special tokens that the grammar does not name; None if it names none."""
+        tokenizer = self._loaded()
+        special = {i for i in tokenizer.all_special_ids if i < self._vocab_size} - set(self._end_ids)
+        texts = texts_of(params)
+        named = {i for i in special if (text := tokenizer.token_text(i)) and text in texts}
+        return _bits(special - named, self._num_words) if named else None
+
+    def _loaded(self) -> Tokenizer:
         if self._tokenizer is None:
             tokenizer = self._load_tokenizer()
             self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
@@ -264,12 +288,17 @@ class Grammars:
                     "set eos_token_id in its generation_config.json",
                     field="structured_outputs",
                 )
-            self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
+            self._tokenizer = tokenizer
         return self._tokenizer
 
-    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
+    def _build_table(self, shows_special: bool) -> LLTokenizer:
+        """Returns the table of the model's tokens."""
+        tokenizer = self._loaded()
+        return token_table(tokenizer, self._vocab_size, self._end_ids, shows_special)
+
+    def _compile(self, grammar: str, shows_special: bool) -> tuple[LLMatcher, float]:
         """A matcher at the grammar's beginning, and the seconds that its first mask took."""
-        matcher = LLMatcher(self._table(), grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._table(shows_special), grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
         # The first mask is mostly the costliest. Computed here it delays no step, and shows a grammar that
@@ -285,30 +314,53 @@ class Grammars:
         return matcher, seconds
 
 
-def token_table(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
+def token_table(
+    tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int], shows_special: bool = False
+) -> LLTokenizer:
     """The tokens as our detokenizer spells them, so that a grammar speaks of the very text that is shown.
-    Special tokens, which are not shown, match no text."""
+    Special tokens match no text unless `shows_special`; the tokens that end a text never do."""
     return LLTokenizer(
-        TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids))), eos_token=list(end_ids)
+        TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids), shows_special)),
+        eos_token=list(end_ids),
     )
 
 
 class _Tokens:
     """A tokenizer for llguidance: fields that it reads, and a call that spells forced text as the
-    model would."""
+    model would, without the tokens that match no text."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...], shows_special: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = end_ids[0], None
-        hidden = {*tokenizer.all_special_ids, *end_ids}
+        hidden = {*end_ids} if shows_special else {*tokenizer.all_special_ids, *end_ids}
         self.special_token_ids = sorted(i for i in hidden if i < vocab_size)
+        self._hidden = frozenset(hidden)
         # An id beyond the tokenizer's end has no bytes and is never sampled.
         self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(
-            text if isinstance(text, str) else text.decode(), add_special_tokens=False
-        )
+        return self._spelled(text if isinstance(text, str) else text.decode())
+
+    def _spelled(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._hidden.isdisjoint(ids):
+            return ids
+        # A hidden token's text is encoded in two parts, so that ordinary tokens spell it.
+        found: list[int] = []
+        for token_id in ids:
+            piece = self._tokenizer.token_text(token_id) if token_id in self._hidden else ""
+            found += self._spelled(piece[:1]) + self._spelled(piece[1:]) if len(piece) > 1 else [token_id]
+        return found
+
+
+def _drop_unnamed(mask: np.ndarray, unnamed: np.ndarray) -> None:
+    """Takes the unnamed special tokens out of the mask, unless no other token is left: a pattern may force
+    the text of one."""
+    kept = mask & ~unnamed
+    if kept.any():
+        mask[:] = kept
 
 
 def _let_steps_go_first() -> None:

@@ -104,6 +104,21 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
     return LLMatcher.grammar_from_lark(lark_of(bounded(kind, params.grammar or ""), schemas))
 
 
+def texts_of(params: StructuredOutputsParams) -> str:
+    """Returns the texts of a specification, without their backslashes before signs, for a search."""
+    found: list[str] = []
+    todo: list[object] = [getattr(params, _kind(params))]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            todo += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            todo += value
+    return re.sub(r"\\([^A-Za-z0-9\s])", r"\1", "\n".join(found))
+
+
 def in_deep_thread(call: Callable[[], T]) -> Future[T]:
     """Runs a call of llguidance's compiler in a thread with a large stack. Calls run one after another."""
     return _deep_thread().submit(call)

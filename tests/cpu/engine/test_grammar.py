@@ -533,6 +533,46 @@ def test_two_threads_may_ask_for_the_first_mask_ahead_at_once(build, monkeypatch
     assert found == [[token("a"), token("b")], [token("c"), token("d")]]
 
 
+MARKED = [  # grammars with a marker that is one special token of the tiny model
+    dict(choice=["<begin>yes"]),
+    dict(regex=r"<begin>yes"),
+    dict(regex=r"(<begin>)y[e]s"),
+    dict(grammar='start: "<begin>" ANSWER\nANSWER: "yes"'),
+    dict(grammar='root ::= "<begin>yes"'),
+    dict(
+        structural_tag={
+            "type": "structural_tag",
+            "format": {
+                "type": "tag",
+                "begin": "<begin>",
+                "content": {"type": "const_string", "value": "y"},
+                "end": "es",
+            },
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("given", MARKED, ids=str)
+def test_a_grammar_takes_a_text_with_a_special_token(build, given):
+    """Regression: a grammar with a special token's text ended with the error that it cannot continue."""
+    engine = build()
+    params = [structured(1, given, skip_special_tokens=skips, max_tokens=20) for skips in (True, False)]
+    hidden, shown = (o.outputs[0] for o in engine.generate([PROMPTS[0]] * 2, params))
+    assert (hidden.text, hidden.finish_reason) == ("<begin>yes", "stop") and 256 not in hidden.token_ids
+    assert (shown.text, shown.finish_reason) == ("<begin>yes", "stop") and shown.token_ids[0] == 256
+
+
+def test_free_text_has_only_the_special_tokens_that_its_grammar_names(build):
+    engine = build()
+    favoured = {256: 100.0}
+    for regex, named in (("[a-z<>]{4,9}", False), ("(<begin>|[a-z]){1,4}", True), ("[<]begi[n]>", False)):
+        params = structured(0, dict(regex=regex), skip_special_tokens=False, logit_bias=favoured)
+        answer = engine.generate([PROMPTS[0]], params)[0].outputs[0]
+        assert (256 in answer.token_ids) is named and re.fullmatch(regex, answer.text)
+        assert answer.finish_reason == "stop"
+
+
 def run(core):
     outputs = {}
     for _ in range(20000):

@@ -12,7 +12,7 @@ from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar import structured
 from shoal.text.grammar.json_schema import MAX_BYTES, MAX_NESTING
 from shoal.text.grammar.schema_meaning import FORMATS
-from shoal.text.grammar.structured import check, grammar_of
+from shoal.text.grammar.structured import check, grammar_of, texts_of
 
 
 def nested(depth):
@@ -591,3 +591,13 @@ def test_a_server_may_leave_white_space_out_of_json_unless_a_request_says_otherw
 
     assert takes('{"a":1}') and not takes('{"a": 1}')
     assert takes('{"a": 1}', disable_any_whitespace=False) and takes('{"a": 1}', whitespace_pattern=" ")
+
+
+def test_markers_are_found_in_all_kinds_of_grammars():
+    for given in (
+        dict(regex=r"\[TOOL_CALLS\]a<\|b\|>"),
+        dict(choice=["[TOOL_CALLS]", "<|b|>"]),
+        dict(json={"enum": ["x", {"[TOOL_CALLS]": "<|b|>"}]}),
+    ):
+        texts = texts_of(StructuredOutputsParams(**given))
+        assert "[TOOL_CALLS]" in texts and "<|b|>" in texts and "<|a|>" not in texts
