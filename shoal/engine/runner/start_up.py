@@ -1,4 +1,4 @@
-"""What a rank does once before its first step: `compile_ahead` (on a GPU), `num_blocks_that_fit` and
+"""Prepares a rank for its first step: `compile_ahead` (on a GPU), `num_blocks_that_fit` and
 `allocate`, in this order. `seconds_per_prompt_token` measures it.
 """
 
