@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from shoal.api import FinishReason
-from shoal.engine.runner.batch import SamplerOptions
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.scheduling.grammar import Grammar, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from shoal.api import Output
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.ranks import Ranks
-from shoal.engine.runner.batch import SamplerOptions
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.stats import Stats
@@ -65,7 +65,7 @@ class StepPart:
         called again soon."""
         return False
 
-    # KV blocks (scheduling/sequence.py: Gate, Reserve and BlockWatcher, which every part satisfies)
+    # KV blocks (scheduling/seams.py: Gate, Reserve and BlockWatcher, which every part satisfies)
 
     def give_back(self) -> bool:
         """The scheduler needs blocks and would have to preempt a sequence. Gives some blocks back that the

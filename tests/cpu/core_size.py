@@ -2,7 +2,8 @@
 hold a token of Python other than comments and docstrings. `python -m tests.cpu.core_size` prints them.
 
 Kernels are left out, and so are parts that an engine may lack (tiers, peers, grammars, exports, costs of
-steps), which only listen to the core. Of the two attention backends the GPU's is counted.
+steps), which only listen to the core, what a rank does before its first step, and how several ranks are
+called. Of the two attention backends the GPU's is counted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ STOPS: dict[str, tuple[str, ...]] = {
         "engine/runner/sampling.py",
         "engine/runner/steps.py",
     ),
-    "ranks": ("engine/ranks/ranks.py", "engine/runner/commands.py"),
     "model": (
         "model_config.py",
         "models/architecture.py",
@@ -63,8 +63,14 @@ STOPS: dict[str, tuple[str, ...]] = {
         "layers/mlp.py",
         "layers/norm.py",
         "layers/parallel.py",
+        "layers/weight_format.py",
     ),
-    "attention": ("attention/select.py", "attention/splits.py", "attention/triton.py"),
+    "attention": (
+        "attention/backend.py",
+        "attention/select.py",
+        "attention/splits.py",
+        "attention/triton.py",
+    ),
 }
 
 

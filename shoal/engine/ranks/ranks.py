@@ -19,9 +19,9 @@ from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
 from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.engine.ranks.workers import Pending, WorkerProcesses
 from shoal.engine.runner import commands
-from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve

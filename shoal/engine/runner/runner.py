@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
 from shoal.engine.profile import RankProfile, span
-from shoal.engine.runner.batch import Header, SamplerOptions
+from shoal.engine.runner.batch import Header
 from shoal.engine.runner.batch_state import BatchState
-from shoal.engine.runner.graphs import mixed_shapes, most_captured_tokens
+from shoal.engine.runner.capture_sizes import mixed_shapes, most_captured_tokens
 from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import take_export
@@ -29,6 +29,7 @@ from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_weights import RankWeights
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps

@@ -6,18 +6,32 @@ from __future__ import annotations
 
 import gc
 import time
+from typing import Any
 
 import torch
 
-from shoal.engine.runner.graphs import decode_sizes
+from shoal.attention.step_input import StepInput
+from shoal.engine.runner.batch import ALIGNMENT, MixedShape
+from shoal.engine.runner.capture_sizes import decode_sizes
+from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.runner import ModelRunner
-from shoal.engine.runner.steps import Graphs
+from shoal.engine.runner.steps import Steps
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
 
 # Prompt length used to measure `seconds_per_prompt_token`.
 MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
 MEASURE_TRIES = 3
+# Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
+# sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
+CUTS = 32, 64, 128, 192, 256, 1024, 2048
+# Further numbers of tokens. cuBLAS chooses other kernels for them, which are read from disk when they are
+# first launched. What such a step allocates stays with PyTorch for later steps.
+LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500
+SHORT_PROMPT = 17  # tokens of each sequence of a large step; their sum is odd or even, as in real steps
+
+# The graphs of decode steps, of mixed steps, and of chunks of whole rows.
+Graphs = tuple[DecodeGraphs, StepGraphs[MixedShape], StepGraphs[int]]
 
 
 @torch.inference_mode()
@@ -27,13 +41,13 @@ def compile_ahead(runner: ModelRunner) -> None:
     the other steps, because they compute together."""
     graphs = () if runner.config.enforce_eager else _new_graphs(runner)
     with compiling_ahead() as compiled, runner.model.one_layer_of_each_kind():
-        runner.steps.rehearse(1, 1)
+        rehearse(runner.steps, 1, 1)
         for steps in graphs:
             steps.rehearse(1)
         if runner.tp.all_reduce(torch.tensor(len(compiled), device=runner.device)).item():
             for steps in graphs:
                 steps.rehearse()
-            runner.steps.rehearse_eager(runner.max_num_seqs, runner.max_num_tokens)
+            rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
     runner.state.reset()
     torch.cuda.empty_cache()  # a region may need this memory
 
@@ -49,12 +63,12 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     num_seqs = min(runner.max_num_seqs, runner.max_num_tokens)
     query_len = min(runner.max_num_tokens // num_seqs, runner.max_model_len)
     with runner.model.one_layer_of_each_kind():
-        logits_SV = runner.steps.rehearse(num_seqs, query_len)
+        logits_SV = rehearse(runner.steps, num_seqs, query_len)
     # The rare requests that ask for log-probabilities must find room too.
     rows_S = torch.arange(num_seqs, device=runner.device)
     runner.sampler.logprobs(logits_SV, rows_S, 1, None, filtered=[*range(num_seqs)])
     del logits_SV
-    runner.steps.rehearse_longest(runner.max_num_tokens)
+    rehearse_longest(runner.steps, runner.max_num_tokens)
     runner.state.reset()
     graph_bytes = 0
     if not runner.config.enforce_eager:
@@ -88,14 +102,14 @@ def prepare_steps(runner: ModelRunner) -> None:
         graphs = _new_graphs(runner)
         pool = runner.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
         with repeated_launches():
-            runner.steps.capture(graphs, pool)
-    runner.steps.rehearse_eager(runner.max_num_seqs, runner.max_num_tokens)
+            capture(runner.steps, graphs, pool)
+    rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
     runner.state.reset()
 
 
 def _new_graphs(runner: ModelRunner) -> Graphs:
     sizes = decode_sizes(runner.config.cudagraph_capture_sizes, runner.max_num_seqs)
-    return runner.steps.new_graphs(sizes, runner.share_from)
+    return graphs_of(runner.steps, sizes, runner.share_from)
 
 
 def seconds_per_prompt_token(runner: ModelRunner) -> float:
@@ -107,9 +121,71 @@ def seconds_per_prompt_token(runner: ModelRunner) -> float:
     # The first try loads what it needs, and another program may disturb a later one: the quickest counts.
     for _ in range(MEASURE_TRIES):
         start = time.perf_counter()
-        runner.steps.rehearse(1, num_tokens)
+        rehearse(runner.steps, 1, num_tokens)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         seconds = min(seconds, time.perf_counter() - start)
     runner.state.reset()
     return seconds / num_tokens
+
+
+@torch.inference_mode()
+def rehearse(steps: Steps, num_seqs: int, query_len: int, cached_len: int = 0) -> torch.Tensor:
+    """Made-up prompts of `query_len` tokens after `cached_len` others, sampling included; returns the
+    logits of this rank's tokens, [num_seqs, V]. The batch state has to be reset afterwards."""
+    tables = steps.state.block_tables
+    step = StepInput.rehearsal(num_seqs, query_len, cached_len=cached_len, block_tables=tables)
+    last_S = (step.query_starts_S[1:] - 1).long()
+    logits_SV = steps.model.logits(steps.model(step, steps.cache.layers, last_S))
+    steps.sampler.sample(logits_SV, step.rows_S, step.positions_T[last_S])
+    return logits_SV
+
+
+@torch.inference_mode()
+def rehearse_eager(steps: Steps, max_num_seqs: int, max_num_tokens: int) -> None:
+    """Launches whatever kernel an eager step may launch."""
+    query_len = min(8, steps.max_model_len // 2)
+    for cached_len in (0, query_len):
+        rehearse(steps, min(2, max_num_seqs), query_len, cached_len)
+    captured = steps.mixed_shapes[-1].tokens if steps.mixed_shapes else 0
+    with steps.model.one_layer_of_each_kind():
+        for length in CUTS:
+            if captured < length <= min(max_num_tokens, steps.max_model_len):
+                rehearse(steps, 1, length)
+        for num_tokens in LARGE_STEPS:
+            query_len = max(SHORT_PROMPT, -(-num_tokens // max_num_seqs))
+            if captured < num_tokens <= max_num_tokens and query_len <= steps.max_model_len:
+                rehearse(steps, num_tokens // query_len, query_len)
+    steps.whole_rows.rehearse(rehearse(steps, 1, 1))
+    rehearse_longest(steps, max_num_tokens)
+    flat = steps.state.flat
+    steps.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
+    steps.buffers.rehearse(steps.state.sampled_S[:-1])
+
+
+@torch.inference_mode()
+def rehearse_longest(steps: Steps, max_num_tokens: int) -> None:
+    """The last tokens of one sequence of max_model_len tokens, as many as a step may take."""
+    query_len = min(max_num_tokens, steps.max_model_len)
+    with steps.model.one_layer_of_each_kind():
+        rehearse(steps, 1, query_len, steps.max_model_len - query_len)
+
+
+def graphs_of(steps: Steps, decode_sizes: list[int], share_from: int | None) -> Graphs:
+    """The graphs of all kinds, which are not captured yet."""
+    short = steps.model.one_layer_of_each_kind
+
+    def decode(key: tuple[int, bool]) -> tuple[torch.Tensor, ...]:
+        num_rows, sharing = key
+        return (steps.decode(num_rows, steps.max_model_len, sharing),)
+
+    mixed = StepGraphs(steps.captured_mixed, steps.mixed_shapes[::-1], short)
+    return DecodeGraphs(decode, decode_sizes, share_from, short), mixed, steps.whole_rows.new_graphs()
+
+
+def capture(steps: Steps, graphs: Graphs, pool: Any) -> None:
+    """Captures these graphs, which `launch` uses from then on."""
+    steps.decode_graphs, steps.mixed_graphs, whole_rows = graphs
+    steps.mixed_graphs.capture(pool)  # first the larger ones, whose memory the others then share
+    steps.decode_graphs.capture(pool)
+    steps.whole_rows.capture(whole_rows)

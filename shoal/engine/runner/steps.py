@@ -20,18 +20,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.attention.step_input import HostView, StepInput
 from shoal.engine.runner.batch import (
-    ALIGNMENT,
     HEADER_SIZE,
     Header,
     MixedShape,
-    SamplerOptions,
     decode_count,
     padded_size,
     section_spans,
@@ -41,6 +38,7 @@ from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.sampling import LogprobTensors, Sampler, concatenate, logprobs, row_slices, unit_rows
 from shoal.engine.runner.small_ops import start_copy
 from shoal.engine.runner.step_buffers import StepBuffers
@@ -49,17 +47,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 from shoal.models.decoder import AfterLayer, Decoder
 
-# Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
-# sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
-CUTS = 32, 64, 128, 192, 256, 1024, 2048
-# Further numbers of tokens. cuBLAS chooses other kernels for them, which are read from disk when they are
-# first launched. What such a step allocates stays with PyTorch for later steps.
-LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500
-SHORT_PROMPT = 17  # tokens of each sequence of a large step; their sum is odd or even, as in real steps
 POLL_S = 20e-6
-
-# The graphs of decode steps, of mixed steps, and of chunks of whole rows.
-Graphs = tuple[DecodeGraphs, StepGraphs[MixedShape], StepGraphs[int]]
 
 
 @dataclass(slots=True)
@@ -106,7 +94,8 @@ def samples_parts(header: np.ndarray) -> bool:
 
 
 class Steps:
-    """The steps of one rank. A running engine calls `launch` alone. The rest is for its start."""
+    """The steps of one rank. A running engine calls `launch` alone; start_up.py rehearses and captures the
+    others."""
 
     def __init__(
         self,
@@ -340,67 +329,6 @@ class Steps:
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
         return hidden_SD, logits_SV
-
-    # Rehearsals
-
-    @torch.inference_mode()
-    def rehearse(self, num_seqs: int, query_len: int, cached_len: int = 0) -> torch.Tensor:
-        """Made-up prompts of `query_len` tokens after `cached_len` others, sampling included; returns the
-        logits of this rank's tokens, [num_seqs, V]. The batch state has to be reset afterwards."""
-        tables = self.state.block_tables
-        step = StepInput.rehearsal(num_seqs, query_len, cached_len=cached_len, block_tables=tables)
-        last_S = (step.query_starts_S[1:] - 1).long()
-        logits_SV = self.model.logits(self.model(step, self.cache.layers, last_S))
-        self.sampler.sample(logits_SV, step.rows_S, step.positions_T[last_S])
-        return logits_SV
-
-    @torch.inference_mode()
-    def rehearse_eager(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        """Launches whatever kernel an eager step may launch."""
-        query_len = min(8, self.max_model_len // 2)
-        for cached_len in (0, query_len):
-            self.rehearse(min(2, max_num_seqs), query_len, cached_len)
-        captured = self.mixed_shapes[-1].tokens if self.mixed_shapes else 0
-        with self.model.one_layer_of_each_kind():
-            for length in CUTS:
-                if captured < length <= min(max_num_tokens, self.max_model_len):
-                    self.rehearse(1, length)
-            for num_tokens in LARGE_STEPS:
-                query_len = max(SHORT_PROMPT, -(-num_tokens // max_num_seqs))
-                if captured < num_tokens <= max_num_tokens and query_len <= self.max_model_len:
-                    self.rehearse(num_tokens // query_len, query_len)
-        self.whole_rows.rehearse(self.rehearse(1, 1))
-        self.rehearse_longest(max_num_tokens)
-        flat = self.state.flat
-        self.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
-        self.buffers.rehearse(self.state.sampled_S[:-1])
-
-    @torch.inference_mode()
-    def rehearse_longest(self, max_num_tokens: int) -> None:
-        """The last tokens of one sequence of max_model_len tokens, as many as a step may take."""
-        query_len = min(max_num_tokens, self.max_model_len)
-        with self.model.one_layer_of_each_kind():
-            self.rehearse(1, query_len, self.max_model_len - query_len)
-
-    # Graphs
-
-    def new_graphs(self, decode_sizes: list[int], share_from: int | None) -> Graphs:
-        """The graphs of all kinds, which are not captured yet."""
-        short = self.model.one_layer_of_each_kind
-
-        def decode(key: tuple[int, bool]) -> tuple[torch.Tensor, ...]:
-            num_rows, sharing = key
-            return (self.decode(num_rows, self.max_model_len, sharing),)
-
-        mixed = StepGraphs(self.captured_mixed, self.mixed_shapes[::-1], short)
-        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed, self.whole_rows.new_graphs()
-
-    def capture(self, graphs: Graphs, pool: Any) -> None:
-        """Captures these graphs, which `launch` uses from then on."""
-        self.decode_graphs, self.mixed_graphs, whole_rows = graphs
-        self.mixed_graphs.capture(pool)  # first the larger ones, whose memory the others then share
-        self.decode_graphs.capture(pool)
-        self.whole_rows.capture(whole_rows)
 
     def drop_graphs(self) -> None:
         self.decode_graphs = self.mixed_graphs = self.whole_rows.graphs = None

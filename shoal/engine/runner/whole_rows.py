@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.engine.runner.batch import MOST_WHOLE_ROWS, SamplerOptions, WholeRow, whole_row_chunks
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import StepGraphs
+from shoal.engine.runner.sampler_options import MOST_WHOLE_ROWS, SamplerOptions, WholeRow, whole_row_chunks
 from shoal.engine.runner.small_ops import few_threads, upload
 from shoal.engine.runner.step_buffers import Copy
 from shoal.kernels.ops import Ops

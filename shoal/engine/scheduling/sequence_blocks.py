@@ -15,7 +15,8 @@ import sys
 from bisect import bisect_left
 from collections import Counter, abc
 
-from shoal.engine.scheduling.sequence import BlockWatcher, Fetch, Sequence, Source, Tail
+from shoal.engine.scheduling.seams import BlockWatcher, Fetch, Source, Tail
+from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats

@@ -16,7 +16,8 @@ from shoal.engine.runner.batch import (
     section_spans,
     token_spans,
 )
-from shoal.engine.runner.graphs import DecodeGraphs, decode_sizes, mixed_shapes
+from shoal.engine.runner.capture_sizes import decode_sizes, mixed_shapes
+from shoal.engine.runner.graphs import DecodeGraphs
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.sampling.row_options import Option
 from shoal.kernels.state import FIELDS, Field, StateLayout

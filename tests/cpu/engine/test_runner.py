@@ -181,7 +181,7 @@ def test_rows_behind_the_last_decode_change_nothing(folder, rank):
 def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
     rank.runner.cache.blocks.fill_(7.0)
     assert start_up.seconds_per_prompt_token(rank.runner) > 0
-    rank.runner.steps.rehearse_eager(rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
+    start_up.rehearse_eager(rank.runner.steps, rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
     rank.runner.state.reset()
     assert (rank.runner.cache.blocks == 7.0).all()
     assert (rank.runner.state.active_B == -1).all() and not rank.runner.state.table.any()
@@ -338,7 +338,7 @@ def test_a_start_runs_the_end_of_the_longest_sequence(start, monkeypatch):
     monkeypatch.setattr(
         backend, "begin", lambda step: (seen.append((step.num_tokens, step.max_kv_len)), begin(step))
     )
-    steps.rehearse_eager(8, 20)
+    start_up.rehearse_eager(steps, 8, 20)
     assert (20, 128) in seen
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
-from shoal.engine.runner.graphs import most_captured_tokens
+from shoal.engine.runner.capture_sizes import most_captured_tokens
 from shoal.errors import CheckpointError
 from shoal.kernels.cpu import fp8 as cpu_fp8
 from shoal.kernels.cpu import int4 as cpu_int4

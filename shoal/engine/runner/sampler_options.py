@@ -1,0 +1,150 @@
+"""Packs options of sampling that state rows lack (penalties, grammars, embeddings ...), for the rare steps
+with such a request. batch.py calls it."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from shoal.engine.scheduling.scheduler import ScheduledSeq
+from shoal.engine.scheduling.seams import GrammarRow
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.kernels.sampling.row_options import Option, pack_options
+from shoal.kernels.sampling.split_sample import needs_whole_row
+from shoal.kernels.state import MIN_TEMPERATURE
+
+
+class WholeRow(IntEnum):
+    """The int32s that describe a sample that is drawn from a whole row of logits. All are -1 for padding."""
+
+    SAMPLE = 0  # its index among the step's samples
+    ROW = 1  # its state row
+    POSITION = 2  # the position of the last token before it
+    OPTIONS = 3  # the state row if that has options (kernels/sampling/row_options.py), else -1
+
+
+# Whole rows are drawn in chunks of at most this number, so that they need little memory.
+MOST_WHOLE_ROWS = 64
+
+
+def whole_row_chunks(num_rows: int, sizes: abc.Sequence[int]) -> list[int]:
+    """Returns the sizes of the chunks of a step with `num_rows` whole rows, padding included. `sizes`: what a
+    chunk may have, small to large."""
+    chunks = [sizes[-1]] * (num_rows // sizes[-1])
+    if rest := num_rows % sizes[-1]:
+        chunks.append(next(size for size in sizes if size >= rest))
+    return chunks
+
+
+def pack_whole_rows(rows: list[tuple[int, int, int, int]], sizes: abc.Sequence[int]) -> np.ndarray:
+    """The section of these whole rows: chunk after chunk, the columns of WholeRow one after the other."""
+    chunks = whole_row_chunks(len(rows), sizes)
+    padded = np.full((sum(chunks), len(WholeRow)), -1, np.int32)
+    padded[: len(rows)] = rows
+    parts = np.split(padded, np.cumsum(chunks)[:-1])
+    return np.concatenate([part.T.ravel() for part in parts])
+
+
+@dataclass(slots=True)
+class RowStart:
+    """The options of a sequence that has just got its state row. `tokens` is empty if no option reads
+    them."""
+
+    row: int
+    fields: np.ndarray  # kernels/sampling/row_options.py
+    lists: np.ndarray
+    tokens: list[int]
+    block_ids: list[int]  # the blocks that the tokens fill
+
+
+@dataclass(slots=True)
+class SamplerOptions:
+    """Options of rank 0's sampler beyond the state rows, for the rare sequences that need them. A sample is
+    an index into the step's samples. Tokens banned or allowed for a sample with a grammar are in its mask
+    alone."""
+
+    starts: list[RowStart] = field(default_factory=list)
+    grammars: list[GrammarRow] = field(default_factory=list)
+    # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
+    masks: np.ndarray | None = None
+    embeds: list[int] = field(default_factory=list)  # samples whose hidden state is requested
+    # samples with log-probabilities whose tokens are restricted by top_k, top_p or min_p
+    filtered: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.starts or self.grammars or self.embeds or self.filtered)
+
+
+class SampledFrom(IntEnum):
+    """From what the sequence of a state row is sampled."""
+
+    PARTS = 0  # from the logits of each rank
+    WHOLE_ROW = 1
+    OPTIONS = 2  # from a whole row that its options change
+
+
+def start_options(
+    seq: Sequence, row: int, options: SamplerOptions, block_size: int, splits_sampling: bool
+) -> SampledFrom:
+    """Sends the options of a sequence that has just got its row. Returns from what it is sampled."""
+    params = seq.request.params
+    if not seq.request.embed and (found := options_of(seq)) is not None:
+        tokens = seq.token_ids if found[0][Option.READS_HISTORY] else []
+        blocks = seq.block_ids[: -(-len(tokens) // block_size)]
+        options.starts.append(RowStart(row, *found, list(tokens), list(blocks)))
+        return SampledFrom.OPTIONS
+    whole = params.structured_outputs is not None or (
+        splits_sampling and needs_whole_row(params.temperature, params.top_k, params.top_p, params.min_p)
+    )
+    return SampledFrom.WHOLE_ROW if whole else SampledFrom.PARTS
+
+
+def sample_options(entry: ScheduledSeq, sample: int, options: SamplerOptions) -> None:
+    """Adds the options of one sample of the step."""
+    request = entry.seq.request
+    params = request.params
+    if request.embed:
+        options.embeds.append(sample)
+        return
+    has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
+        options.filtered.append(sample)
+    if entry.seq.grammar is not None:
+        banned = banned_now(entry)
+        options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
+
+
+def options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns a sequence's options, fields and lists. None: it has none. The mask of a grammar holds what is
+    banned and allowed, too, so that tokens remain that fit all of them."""
+    request, params = seq.request, seq.request.params
+    in_mask = seq.grammar is not None
+    has_limits = request.bad_word_ids or params.min_tokens or params.allowed_token_ids is not None
+    if not (params.has_penalties or params.logit_bias or (has_limits and not in_mask)):
+        return None
+    return pack_options(
+        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        num_prompt=seq.num_prompt_tokens,
+        last=seq.token_ids[-1],
+        min_end=0 if in_mask else seq.num_prompt_tokens + params.min_tokens,
+        stops=sorted(seq.stop_ids) if params.min_tokens and not in_mask else [],
+        allowed=[] if in_mask else params.allowed_token_ids or [],
+        bias=params.logit_bias or {},
+        words=() if in_mask else request.bad_word_ids,
+    )
+
+
+def banned_now(entry: ScheduledSeq) -> list[int]:
+    """Returns the tokens that min_tokens and bad words ban from a sequence's next sample."""
+    seq, request, banned = entry.seq, entry.seq.request, list[int]()
+    if entry.start + entry.num_tokens - seq.num_prompt_tokens < request.params.min_tokens:
+        banned.extend(seq.stop_ids)
+    for word in request.bad_word_ids:
+        before = len(word) - 1  # the answer's last tokens decide, never the prompt's
+        at = len(seq.token_ids) - before
+        if at >= seq.num_prompt_tokens and tuple(seq.token_ids[at:]) == word[:-1]:
+            banned.append(word[-1])
+    return banned
