@@ -9,7 +9,6 @@ old one.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -20,9 +19,8 @@ import torch
 
 from shoal.api import KV_CACHE, FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
-from shoal.engine.block_events import BlockEvents
+from shoal.engine.build_parts import build_parts
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
-from shoal.engine.cost_learner import CostLearner
 from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.lifecycle import another_model
 from shoal.engine.lifecycle.sleep import Sleeper
@@ -31,21 +29,18 @@ from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.pause_state import PauseState
 from shoal.engine.peers.peers import KvPeers
-from shoal.engine.peers.prefetches import Prefetches
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
-from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import PartBuilder, Parts
-from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError, UserError
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.hashing import root_key
 from shoal.kv.events.publisher import KvEvents
 from shoal.models.parallel import check_parallel
 from shoal.stats import MemoryReport, SleepState, Stats
 from shoal.text.request_builder import check_request
-from shoal.text.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
@@ -139,7 +134,17 @@ class EngineCore:
         self.sleeper = Sleeper(
             config, self.ranks, self.loop, self.scheduler, self.weights, self.parts, self._paused
         )
-        self._add_parts(files)
+        for part in build_parts(
+            config,
+            files,
+            self.ranks,
+            self.scheduler,
+            self.events,
+            self._paused,
+            lambda: self.weights.checkpoint,
+            self._more_parts,
+        ):
+            self.parts.add(part)
         logger.info(
             "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
             num_blocks,
@@ -148,33 +153,6 @@ class EngineCore:
             config.dtype,
             config.device,
         )
-
-    def _add_parts(self, files: CheckpointFiles) -> None:
-        """Builds what this engine has in addition to its core, in the order that `Parts` explains."""
-        config, ranks, scheduler, parts = self.config, self.ranks, self.scheduler, self.parts
-        grammars = Grammars(
-            lambda: load_tokenizer(files, config.tokenizer),
-            self.model_config.vocab_size,
-            files.eos_token_ids,
-            config.closes_objects,
-            config.structured_outputs_config.disable_any_whitespace,
-        )
-        parts.add(GrammarAdmission(grammars, scheduler))
-        if config.target_itl_ms:
-            parts.add(CostLearner(scheduler))
-        if config.has_kv_tiers:
-            parts.add(KvTiers(config, ranks, scheduler, self.events))
-        if config.kv_transfer_config is not None:
-            peers = KvPeers(config, ranks, scheduler, lambda: self.weights.checkpoint)
-            parts.add(peers)
-            peers.name_model()
-            if config.kv_transfer_config.reads:
-                parts.add(Prefetches(scheduler))
-        parts.add(WeightExports(config, ranks, self._paused, lambda: self.weights.checkpoint))
-        for build in self._more_parts:
-            parts.add(build(config, ranks, scheduler))
-        if self.events is not None:
-            parts.add(BlockEvents(self.events, scheduler.blocks))
 
     def _allocate(self) -> int:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
@@ -372,25 +350,14 @@ class EngineCore:
             return self
         another_model.check_possible(files, why, self.config, self.sleeper, self.weights)
         config, files = self._given.for_model(source), dataclasses.replace(files, overrides={})
-        refusal: ShoalError | None = None
-        try:
-            another_model.check_text(config, files)
-            with another_model.room_made(self.ranks, self.sleeper, self.parts):
-                successor = EngineCore(config, files, self, more_parts=self._more_parts)
-        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
-            kind = type(error) if isinstance(error, UserError) else UnavailableError
-            refusal = kind(
-                f"the engine cannot take {files.path}: {error}. It sleeps on with {self.config.model}: name "
-                "another checkpoint, or wake it up and load weights of its own"
-            )
-        if self.error is not None:
-            raise self.error
-        if refusal is not None:
-            # The error itself is gone by now, with its frames, so nothing holds what was built by half.
-            gc.collect()
-            if self.config.device == "cuda":
-                torch.cuda.empty_cache()
-            raise refusal
+        successor = another_model.built(
+            lambda: EngineCore(config, files, self, more_parts=self._more_parts),
+            (config, files),
+            self.config,
+            self.ranks,
+            self.sleeper,
+            self.parts,
+        )
         self._hand_over(successor)
         return successor
 

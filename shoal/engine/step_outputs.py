@@ -6,12 +6,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from shoal.api import Logprob, Output, Span, TokenLogprobs
-from shoal.engine.runner.batch import num_prompt_targets
+from shoal.api import Output, Span
 from shoal.engine.runner.runner import StepResult
-from shoal.engine.runner.sampling import LogprobLists
 from shoal.engine.scheduling.scheduler import StepPlan, TokenResult
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.token_logprobs import keep_prompt_logprobs, token_logprobs
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
     result, outputs = step.result, []
     logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
     if result.prompt_logprobs is not None:
-        _keep_prompt_logprobs(step.plan, result.prompt_logprobs.to_lists())
+        keep_prompt_logprobs(step.plan, result.prompt_logprobs.to_lists())
     embeddings: dict[int, list[float]] = {}
     if result.embeddings is not None:
         embeddings = dict(zip(step.embeds, result.embeddings.tolist()))
@@ -56,7 +55,7 @@ def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
         if logprobs is not None and params.logprobs is not None:
             first = sampled.sample * result.queries
             output.logprobs = [
-                _token_logprobs(logprobs, first + i, token_id, params.logprobs)
+                token_logprobs(logprobs, first + i, token_id, params.logprobs)
                 for i, token_id in enumerate(sampled.token_ids)
             ]
         if params.prompt_logprobs is not None and is_first:
@@ -77,29 +76,3 @@ def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
     seconds = now - seq.started_at
     spans.append(Span("prefill", seconds, seconds, attributes={"tokens": num_given - seq.num_cached_tokens}))
     return spans
-
-
-def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:
-    """Adds a step's log-probabilities of prompt tokens to their sequences."""
-    at = 0
-    for entry in plan.scheduled:
-        seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
-        if k is None:
-            continue
-        if entry.start == 0 or seq.prompt_logprobs is None:
-            seq.prompt_logprobs = [None]
-        for i in range(num_prompt_targets(entry)):
-            target = seq.token_ids[entry.start + 1 + i]
-            seq.prompt_logprobs.append(_token_logprobs(found, at + i, target, k))
-        at += num_prompt_targets(entry)
-
-
-def _token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:
-    """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
-    best_ids, best = found.top_ids[i], found.top[i]
-    if k >= 0:
-        best_ids, best = best_ids[:k], best[:k]
-    ranked = {
-        token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)
-    }
-    return {token_id: Logprob(found.chosen[i], found.ranks[i])} | ranked

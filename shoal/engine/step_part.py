@@ -128,7 +128,7 @@ class Parts:
     order in which they were added, but `tick`, which is called in the opposite order. A step calls the parts
     that override a method, in the tuple of its name.
 
-    The order, and why (`EngineCore._add_parts`):
+    The order, and why (engine/build_parts.py):
 
         grammars     first: a request that its grammar ends is known to be ended by the parts below
         step costs   needs no other part

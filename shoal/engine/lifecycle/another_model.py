@@ -3,17 +3,23 @@ other: `EngineCore.update_weights`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
 
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.step_part import Parts
-from shoal.errors import CheckpointError, ConfigError, ShoalError
+from shoal.errors import CheckpointError, ConfigError, ShoalError, UnavailableError, UserError
 from shoal.text.tokenizer import load_tokenizer
 from shoal.weights.source import CheckpointFiles
+
+Core = TypeVar("Core")
 
 
 def check_possible(
@@ -64,3 +70,35 @@ def room_made(ranks: Ranks, sleeper: Sleeper, parts: Parts) -> Iterator[None]:
         except (ShoalError, RuntimeError) as error:
             raise ranks.failed(error) from None
         raise
+
+
+def built(
+    build: Callable[[], Core],
+    model: tuple[EngineConfig, CheckpointFiles],
+    own: ResolvedConfig,
+    ranks: Ranks,
+    sleeper: Sleeper,
+    parts: Parts,
+) -> Core:
+    """Returns what `build` makes of another model while this engine holds no memory. `own`: the options of
+    this engine, with its ranks, sleeper and parts. Raises UserError or UnavailableError if that fails; this
+    engine then sleeps on."""
+    config, files = model
+    refusal: ShoalError | None = None
+    try:
+        check_text(config, files)
+        with room_made(ranks, sleeper, parts):
+            return build()
+    except (ShoalError, RuntimeError, MemoryError, OSError) as error:
+        kind = type(error) if isinstance(error, UserError) else UnavailableError
+        refusal = kind(
+            f"the engine cannot take {files.path}: {error}. It sleeps on with {own.model}: name another "
+            "checkpoint, or wake it up and load weights of its own"
+        )
+    if ranks.error is not None:
+        raise ranks.error
+    # The error itself is gone by now, with its frames, so nothing holds what was built by half.
+    gc.collect()
+    if own.device == "cuda":
+        torch.cuda.empty_cache()
+    raise refusal

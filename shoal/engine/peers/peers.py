@@ -57,7 +57,8 @@ class KvPeers(StepPart):
                 options.lease_s,
             )
         if options.reads:
-            self.reader = scheduler.blocks.peers = KvReader(scheduler, ranks)
+            self.reader = KvReader(scheduler, ranks)
+            scheduler.blocks.sources.append(self.reader)
 
     # Requests and steps
 
@@ -181,7 +182,7 @@ class KvPeers(StepPart):
     def close(self) -> None:
         """Ends all offers and leases."""
         if self.reader is not None:
-            self._scheduler.blocks.peers = None
+            self._scheduler.blocks.sources.remove(self.reader)
             self.reader.close()
         if self.lender is not None:
             self.lender.close()

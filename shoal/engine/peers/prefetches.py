@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.api import FinishReason, Output
+from shoal.engine.scheduling.part_state import Tail
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
-from shoal.engine.scheduling.seams import Tail
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import NEVER
 from shoal.engine.step_part import StepPart

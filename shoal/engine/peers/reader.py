@@ -18,9 +18,9 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import Ended
+from shoal.engine.scheduling.part_state import CompletedFetch
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.seams import CompletedFetch, Fetch
-from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.stats import KvTransferStats

@@ -9,8 +9,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.engine.scheduling.scheduler import ScheduledSeq
-from shoal.engine.scheduling.seams import GrammarRow
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.kernels.sampling.row_options import Option, pack_options
 from shoal.kernels.sampling.split_sample import needs_whole_row

@@ -38,8 +38,9 @@ from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
+from shoal.engine.runner.logprobs import LogprobTensors, concatenate, logprobs, row_slices, unit_rows
 from shoal.engine.runner.sampler_options import SamplerOptions
-from shoal.engine.runner.sampling import LogprobTensors, Sampler, concatenate, logprobs, row_slices, unit_rows
+from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.small_ops import start_copy
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from shoal.engine.scheduling.seams import GrammarRow
+from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.errors import RequestError
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short, texts_of

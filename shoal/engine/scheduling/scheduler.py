@@ -28,8 +28,8 @@ from operator import attrgetter
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
-from shoal.engine.scheduling.seams import Fetch, Gate, Reserve
-from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.scheduling.seams import Gate, Reserve
+from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError

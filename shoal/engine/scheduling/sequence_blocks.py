@@ -15,8 +15,9 @@ import sys
 from bisect import bisect_left
 from collections import Counter, abc
 
-from shoal.engine.scheduling.seams import BlockWatcher, Fetch, Source, Tail
-from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.part_state import Tail
+from shoal.engine.scheduling.seams import BlockWatcher, Source
+from shoal.engine.scheduling.sequence import Fetch, Sequence
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats
@@ -36,8 +37,7 @@ class SequenceBlocks:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self.watchers: list[BlockWatcher] = []
-        self.tiers: Source | None = None  # the tiers below the device
-        self.peers: Source | None = None  # other workers that have blocks of prompts
+        self.sources: list[Source] = []  # in the order in which they are asked for missing blocks
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
         self._held = Counter[int]()  # how often parts of the engine hold each block
         # key of a block -> the newest fetch that will make it findable
@@ -188,27 +188,26 @@ class SequenceBlocks:
     def fetch(self, seq: Sequence) -> bool:
         """Starts a fetch of the missing blocks of a sequence that has just started, from the first source
         that has them. Returns whether the sequence waits for it."""
-        sources = [source for source in (self.tiers, self.peers) if source is not None]
-        if not sources or not self._looks_up(seq):
+        if not self.sources or not self._looks_up(seq):
             return False
         if seq.was_prefetched:
             seq.was_prefetched = False
             return False
         if seq.num_admissions == 1:
             self._num_external_queries += seq.num_tokens - seq.num_computed
-        return self._fetch(seq, seq.num_computed // self.block_size, sources)
+        return self._fetch(seq, seq.num_computed // self.block_size, 0)
 
-    def _fetch(self, seq: Sequence, start: int, sources: abc.Sequence[Source]) -> bool:
-        """Starts a fetch from the first of these sources that has the next block. When it ends, the sources
-        after that one are asked for blocks still missing."""
+    def _fetch(self, seq: Sequence, start: int, num_asked: int) -> bool:
+        """Starts a fetch from the first source after `num_asked` others that has the next block. When it
+        ends, the sources after that one are asked for blocks still missing."""
         num_tokens, size = seq.num_tokens - 1, self.block_size
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
-        for i, source in enumerate(sources):
+        for i, source in enumerate(self.sources[num_asked:], num_asked + 1):
             num_blocks = source.lookup(keys, start)
             if num_blocks:
                 end = start + num_blocks
                 num_full = min(end, num_tokens // size) - start
-                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], sources[i + 1 :])
+                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], i)
                 seq.fetch = fetch
                 self.pool.hold(fetch.held_blocks)
                 self.fetches.append(fetch)
@@ -243,7 +242,7 @@ class SequenceBlocks:
                 self._num_external_hits += num_tokens
         self._release(fetch.held_blocks)
         if is_wanted and fetch.findable:
-            self._fetch(seq, fetch.start + num_blocks, fetch.next_sources)
+            self._fetch(seq, fetch.start + num_blocks, fetch.num_asked)
 
     # Blocks that parts of the engine hold
 

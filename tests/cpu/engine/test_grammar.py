@@ -20,7 +20,7 @@ from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.process.core_main import _build
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
-from shoal.engine.scheduling.seams import GrammarRow
+from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.sampling.reference import keep_bits
 from shoal.text.tokenizer import load_tokenizer

@@ -472,7 +472,8 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
     policy = offload_policy(watermark=20, max_leaving=99, copy_blocks=99)
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
-    offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
+    offloader = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
 
@@ -507,9 +508,10 @@ class Small:
         )
         policy = offload_policy(watermark=3, always_fetch=True)
         self.transfers = Recorded(8)
-        self.offloader = scheduler.blocks.tiers = Offloader(
+        self.offloader = Offloader(
             scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
         )
+        scheduler.blocks.sources.append(self.offloader)
         scheduler.blocks.pool.listeners.append(self.offloader)
         scheduler.blocks.watchers.append(self.offloader)
 
@@ -603,9 +605,8 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     )
     policy = offload_policy(watermark=8)
     transfers = Recorded(32)
-    offloader = scheduler.blocks.tiers = Offloader(
-        scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
-    )
+    offloader = Offloader(scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001}))
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
 
@@ -653,7 +654,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     policy = offload_policy(watermark=4, on_registration=True)
     transfers = Recorded(8)
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
-    scheduler.blocks.tiers = offloader
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
@@ -685,9 +686,8 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
 
     costs = Costs(2, 0.0, {"host": 0.0, "disk": 0.0})
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
-    offloader = scheduler.blocks.tiers = Offloader(
-        scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock
-    )
+    offloader = Offloader(scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock)
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     scheduler.add(Request("a", list(range(13)), params()))
@@ -738,7 +738,8 @@ def test_a_block_that_waits_for_a_slow_disk_is_not_copied_out_again_nor_counted_
     policy = offload_policy(has_host_tier=False, watermark=8)
     costs, transfers = Costs(2, 0.0, {"host": 0.0, "disk": 0.0}), Slow(64)
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
-    offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
+    offloader = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     for name, first in (("a", 0), ("b", 100)):
@@ -766,7 +767,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     policy = offload_policy(block_bytes=10, watermark=16, bytes_per_s=40.0)
     costs = Costs(2, 0.0, {"host": 0.0})
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
-    scheduler.blocks.tiers = offloader
+    scheduler.blocks.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     coldest = scheduler.blocks.pool.coldest

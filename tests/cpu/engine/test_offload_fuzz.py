@@ -270,7 +270,7 @@ class TieredTrace(Trace):
             Costs(self.block_size, r.choice((0.01, 0.001)), {"host": 0.001, "disk": 0.02 * r.random()}),
             clock=self.clock,
         )
-        scheduler.blocks.tiers = self
+        scheduler.blocks.sources.append(self)
         scheduler.blocks.watchers.append(self)
         scheduler.blocks.pool.listeners.append(self.offloader)
 

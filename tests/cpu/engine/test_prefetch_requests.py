@@ -356,7 +356,7 @@ def new_scheduler(**options):
         "max_model_len": 32,
     }
     scheduler = PrefetchingScheduler(**defaults | options)
-    scheduler.blocks.peers = FakeSource(5)
+    scheduler.blocks.sources.append(FakeSource(5))
     return scheduler
 
 
@@ -377,7 +377,7 @@ def test_a_continuation_starts_before_those_who_lack_room():
     scheduler.add(ahead("f", prompt))
     assert scheduler.schedule() is None
     scheduler.add(request("long", list(range(50, 70))))
-    [fetch] = scheduler.blocks.peers.begun
+    [fetch] = scheduler.blocks.sources[-1].begun
     assert len(fetch.keys) == 5
     scheduler.fetched(fetch, 5)
     assert scheduler.schedule() is None, "two blocks are free, and the other one needs five"
@@ -398,7 +398,7 @@ def test_a_continuation_waits_for_what_is_on_its_way():
     scheduler.schedule()
     scheduler.add(continuation("d", "f", prompt, 7))
     assert scheduler.schedule() is None
-    scheduler.fetched(scheduler.blocks.peers.begun[0], 2)
+    scheduler.fetched(scheduler.blocks.sources[-1].begun[0], 2)
     [entry] = scheduler.schedule().scheduled
     assert (entry.seq.request.request_id, entry.start, entry.num_tokens) == ("d", 8, 13)
     scheduler.check()
@@ -410,7 +410,7 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
     scheduler.schedule()
-    scheduler.fetched(scheduler.blocks.peers.begun[0], 5)
+    scheduler.fetched(scheduler.blocks.sources[-1].begun[0], 5)
     behind = request("d", prompt)
     behind.continues = "f"
     scheduler.add(behind)
@@ -422,10 +422,10 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
 
 def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler = new_scheduler(num_blocks=7)
-    scheduler.blocks.peers.end = 0
+    scheduler.blocks.sources[-1].end = 0
     scheduler.add(request("runs", list(range(50, 54)), max_tokens=10))
     plan = scheduler.schedule()
-    scheduler.blocks.peers.end = 4
+    scheduler.blocks.sources[-1].end = 4
     prompt = list(range(19))
     scheduler.add(ahead("f", prompt))
     scheduler.update(plan, [[1]])
@@ -436,7 +436,7 @@ def test_a_prefetch_request_gives_way_to_sequences_that_run():
         scheduler.check()
         scheduler.update(plan, [[1]])
     assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
-    scheduler.blocks.peers.end = 0
+    scheduler.blocks.sources[-1].end = 0
     scheduler.add(continuation("d", "f", prompt, 7))
     while scheduler.has_work:
         plan = scheduler.schedule()

@@ -114,8 +114,7 @@ def schedule_of(name: str) -> list[str]:
     scheduler.costs = COSTS
     sources = [SlowSource(number) for number in range(changes.get("fetches", 0))]
     if sources:
-        scheduler.blocks.tiers = sources[0]
-        scheduler.blocks.peers = sources[1] if len(sources) > 1 else None
+        scheduler.blocks.sources[:] = sources
     arrivals = deque(requests_of(7))
     in_flight: deque[StepPlan] = deque()
     steps, now = [], 0

@@ -9,12 +9,12 @@ import torch
 from shoal.engine import step_loop
 from shoal.engine.runner import whole_rows
 from shoal.engine.runner.batch_state import BatchState
+from shoal.engine.runner.logprobs import logprobs
 from shoal.engine.runner.sampler_options import RowStart, SamplerOptions
-from shoal.engine.runner.sampling import logprobs
 from shoal.engine.runner.small_ops import FEW_ELEMENTS, few_threads
 from shoal.engine.runner.step_buffers import RING, StepBuffers, queue_copy
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
-from shoal.engine.scheduling.seams import GrammarRow
+from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.engine.step_loop import StepLoop
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling import logprobs as rows_of_logits

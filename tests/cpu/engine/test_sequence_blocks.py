@@ -66,7 +66,7 @@ class Trace:
         self.blocks = SequenceBlocks(self.num_blocks, self.size)
         self.source = Source(r)
         if r.random() < 0.5:
-            self.blocks.tiers = self.source
+            self.blocks.sources.append(self.source)
         self.model = Model(self.num_blocks, self.size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []

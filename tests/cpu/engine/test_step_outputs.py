@@ -3,7 +3,7 @@
 import torch
 
 from shoal.api import FinishReason, Logprob, Request
-from shoal.engine.runner.sampling import LogprobTensors
+from shoal.engine.runner.logprobs import LogprobTensors
 from shoal.engine.runner.steps import StepResult
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_outputs import InFlight, outputs_of

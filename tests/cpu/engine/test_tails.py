@@ -70,7 +70,7 @@ def scheduler():
     made = PrefetchingScheduler(
         num_blocks=20, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64
     )
-    made.blocks.peers = Elsewhere()
+    made.blocks.sources.append(Elsewhere())
     return made
 
 
@@ -137,13 +137,13 @@ def test_prompts_around_the_ends_of_blocks_leave_one_token_to_compute(scheduler,
 
 def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
     scheduler.add(request("runs", range(6), first=()))
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     planned(scheduler)
-    scheduler.blocks.peers.lacks = 0
+    scheduler.blocks.sources[-1].lacks = 0
     scheduler.add(ahead("f"))
     assert planned(scheduler) == ([("runs", 6, 1)], [])
     scheduler.fetched(scheduler.blocks.fetches[0], 5)
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("new", range(50, 55), first=()))
     assert planned(scheduler) == ([("d", 18, 1), ("runs", 7, 1)], [("new", 0, 5)])
@@ -152,7 +152,7 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
 def test_a_tail_is_found_by_nobody_else_until_its_block_is_full(scheduler):
     holding(scheduler)
     scheduler.add(request("d", continues="f"))
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     [seq] = scheduler.waiting
     planned(scheduler)
     full, tail = seq.block_ids[:4], seq.block_ids[4]
@@ -190,7 +190,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
 def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, other):
     holding(scheduler)
     tail = scheduler.prefetches.held_blocks()[4]
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f", **other))
     (seq,) = scheduler.waiting
     decodes, [(_, start, num_tokens)] = planned(scheduler)
@@ -200,7 +200,7 @@ def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, ot
 
 def test_a_prefetch_request_has_one_continuation(scheduler):
     holding(scheduler)
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("e", continues="f"))
     decodes, prefills = planned(scheduler)
@@ -224,7 +224,7 @@ def test_a_continuation_that_has_more_tokens_computes_those(scheduler):
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
     holding(scheduler, prompt=PROMPT[:num_tokens])
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     assert not scheduler.reset_prefix_cache()
     scheduler.add(request("d", PROMPT[:num_tokens], continues="f"))
     assert planned(scheduler) == ([], [("d", 0, num_tokens + 1)])
@@ -232,7 +232,7 @@ def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
 
 def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
     prefetch = holding(scheduler)
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.blocks.pool.reset(prefetch.keys[2:3])
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 8, 11)])
@@ -241,7 +241,7 @@ def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
 @pytest.mark.parametrize("way", ["aborted", "given back", "asleep", "late"])
 def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
     holding(scheduler)
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     if way == "aborted":
         scheduler.abort("f")
     elif way == "given back":
@@ -263,22 +263,22 @@ def test_a_sequence_that_is_preempted_before_its_first_step_computes_its_tail(sc
     scheduler.schedule()
     scheduler.fetched(scheduler.blocks.fetches[0], 5)
     scheduler.preempt_all()
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     assert planned(scheduler) == ([], [("d", 16, 3)]) and seq.num_admissions == 2
 
 
 def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
     """Its sequence was preempted, started again, and has filled the block by itself."""
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("before", PROMPT, first=(), max_tokens=1))
     planned(scheduler)
-    scheduler.blocks.peers.lacks = 0
+    scheduler.blocks.sources[-1].lacks = 0
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
     [late] = scheduler.blocks.fetches
     assert (late.start, len(late.keys), late.num_full) == (4, 1, 0), "only the tail is missing"
     scheduler.preempt_all()
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     for _ in range(4):
         planned(scheduler)
     found = scheduler.blocks.pool.match(seq.keys)
@@ -293,7 +293,7 @@ def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
 
 def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
     """A prefill notifies readers of its layers, and gives a hidden state."""
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("before", PROMPT[:17], first=(), max_tokens=1))
     planned(scheduler)
     lends = request("lends", PROMPT[:17], first=())
@@ -320,11 +320,11 @@ def test_a_continuation_has_one_part_of_a_step(threshold):
         max_model_len=64,
         long_prefill_token_threshold=threshold,
     )
-    scheduler.blocks.peers = Elsewhere()
+    scheduler.blocks.sources.append(Elsewhere())
     scheduler.add(ahead("f"))
     scheduler.schedule()
     scheduler.fetched(scheduler.blocks.fetches[0], 0)
-    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.sources[-1].lacks = 99
     scheduler.add(request("other", range(40, 52), first=()))
     scheduler.add(request("d", continues="f"))
     for _ in range(3):
@@ -361,7 +361,7 @@ class LentTrace(Trace):
         super().__init__(seed)
         scheduler = self.scheduler
         scheduler.blocks.pool.enable_caching = True
-        scheduler.blocks.peers = self
+        scheduler.blocks.sources.append(self)
         self.device = LentDevice(scheduler.blocks.pool.num_blocks, self.block_size)
         self.under_way = []
         self.num_requests = 0
