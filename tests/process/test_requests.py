@@ -91,7 +91,7 @@ def grep(fleet, request_id):
     return [line for line in fleet.log("router").splitlines() if f"id={request_id}" in line]
 
 
-def told(fleet, request_id):
+def timeline_of(fleet, request_id):
     status, text = fleet.ask(f"/requests/{request_id}")
     assert status == 200, text
     return json.loads(text)
@@ -106,7 +106,7 @@ def ask(fleet, request_id, **more):
 
 def test_a_routers_time_line_has_what_the_worker_alone_knows(fleet):
     ask(fleet, "whole")
-    found = told(fleet, "whole")
+    found = timeline_of(fleet, "whole")
     [worker] = found["workers"]
     assert (found["status"], found["prompt_tokens"], found["output_tokens"]) == ("finished", len(PROMPT), 8)
     names = [(span["name"], span["worker"]) for span in found["spans"]]
@@ -124,7 +124,7 @@ def test_a_routers_time_line_has_what_the_worker_alone_knows(fleet):
 
 def test_one_id_leads_through_the_logs_of_all_processes(fleet):
     ask(fleet, "one-id")
-    [worker] = told(fleet, "one-id")["workers"]
+    [worker] = timeline_of(fleet, "one-id")["workers"]
 
     def by():
         return Counter(line["logger"] for line in said(fleet, worker, "one-id"))
@@ -193,7 +193,7 @@ def test_a_move_to_another_worker_is_logged_with_its_reason(fleet):
     assert all(stream.answer()["error"] is None for stream in streams)
     moved = 0
     for i in range(len(streams)):
-        found = told(fleet, f"m{i}")
+        found = timeline_of(fleet, f"m{i}")
         moves = [span for span in found["spans"] if span["name"] == "migration"]
         assert found["output_tokens"] == 450
         for move in moves:
@@ -215,7 +215,7 @@ def test_prefill_and_decode_apart_are_told_with_the_transfer_between_them(tmp_pa
         for name in ("p", "d"):
             fleet.wait_state(name, "ready")
         ask(fleet, "apart", prompt=list(range(200)))
-        found = told(fleet, "apart")
+        found = timeline_of(fleet, "apart")
         spans = {(span["name"], span["worker"]): span for span in found["spans"]}
         assert {
             ("routing", "p"),
