@@ -5,11 +5,14 @@ answer.
 
 - "auto": the model decides. Calls are found in its text, in the format of the model's chat template.
 - "none": there are no calls. The tools are left out of the prompt, so that nothing invites one.
-- "required": the answer is a list of one or more calls, by a JSON schema.
-- a function: the answer is this function's arguments, by its schema. The finish reason stays "stop", where
-  the others say "tool_calls".
+- "required": the answer is one or more calls, by a grammar.
+- a function: the answer is a call of this function, by a grammar. The finish reason stays "stop", where the
+  others say "tool_calls".
 - allowed_tools: "auto" or "required" with some of the tools. All are in the prompt, and a call of another one
   is text like any other.
+
+The grammar is in the syntax of the model's family. Without one, "required" means a list of calls in JSON, and
+a function its arguments in JSON.
 
 The request may also set a format (response_format and the like). With "none" the answer has this format, with
 "auto" it has this format or is a call, and with the others it is the call. With a format other than JSON (a
@@ -32,7 +35,7 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
-from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+from shoal.text.grammar.call_grammar import call_grammar, call_schema
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta, Part
@@ -102,18 +105,11 @@ class ToolPlan:
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
         """Returns a grammar for either calls in the parser's format or JSON of `form`; for JSON alone if the
-        parser's calls are not JSON."""
-        written = form_of(parser).json_call
-        if written is None:
+        calls of the parser have no grammar."""
+        syntaxes = form_of(parser).syntaxes
+        if not syntaxes:
             return form
-        call = _json_part(_call_schema(self.schemas, written.arguments))
-        calls = {
-            "type": "tags_with_separator",
-            "tags": [{"type": "tag", "begin": written.begin, "content": call, "end": written.end}],
-            "separator": written.separator,
-            "at_least_one": True,
-            "stop_after_first": not self.parallel,
-        }
+        calls = {"type": "grammar", "grammar": call_grammar(syntaxes, self.schemas, self.parallel)}
         either = {
             "type": "or",
             "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)],
@@ -158,7 +154,10 @@ def plan_tools(
                 f"choose from: {', '.join(schemas) or '(no tools sent)'}",
                 field="tool_choice",
             )
-        return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
+        schemas = {name: schemas[name]}
+        arguments = StructuredOutputsParams(json=schemas[name])
+        structured = _calls_grammar(parser, schemas, many=False) or arguments
+        return ToolPlan("named", tools, name, schemas=schemas, is_limited=True, structured=structured)
     if choice not in CHOICES:
         raise RequestError(
             f"tool_choice must be {', '.join(CHOICES)} or a function, got {choice!r:.100}; choose one",
@@ -180,7 +179,8 @@ def plan_tools(
             tools,
             parallel=many,
             schemas=schemas,
-            structured=StructuredOutputsParams(json=_calls_schema(schemas, many)),
+            structured=_calls_grammar(parser, schemas, many)
+            or StructuredOutputsParams(json=_calls_schema(schemas, many)),
         )
     if parser == "none":
         raise RequestError(
@@ -259,13 +259,12 @@ class AnswerFormat:
     ) -> None:
         """An answer with a grammar has no reasoning: the grammar holds from the first token on."""
         self.plan = plan
-        if plan.mode == "auto" or reasoning_parser != "none":
+        if plan.mode != "none" or reasoning_parser != "none":
             params.skip_special_tokens = False  # many models mark the tags of calls and reasoning as special
         self._form: ChatFormat = form_of(tool_call_parser, reasoning_parser)
-        if plan.mode == "named":
-            self._form = NamedCall(self._form, plan.name)
-        elif plan.mode == "required":
-            self._form = ListedCalls(self._form)
+        if plan.is_enforced and not form_of(tool_call_parser).syntaxes:
+            is_named = plan.mode == "named"
+            self._form = NamedCall(self._form, plan.name) if is_named else ListedCalls(self._form)
         thoughts = None if params.structured_outputs is not None else THOUGHTS_BY_NAME.get(reasoning_parser)
         self._expected = Expected(
             plan.schemas,
@@ -417,9 +416,17 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
     return schemas
 
 
+def _calls_grammar(
+    parser: str, schemas: dict[str, dict[str, Any]], many: bool
+) -> StructuredOutputsParams | None:
+    """Returns the grammar of calls in the parser's syntax; None for a parser without one."""
+    syntaxes = form_of(parser).syntaxes
+    return StructuredOutputsParams(grammar=call_grammar(syntaxes, schemas, many)) if syntaxes else None
+
+
 def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, Any]:
-    """A list of calls."""
-    call = _call_schema(schemas, "parameters")
+    """Returns the schema of a list of calls."""
+    call = call_schema(schemas, "parameters")
     return {
         "type": "array",
         "minItems": 1,
@@ -429,48 +436,6 @@ def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, A
     }
 
 
-def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
-    """Returns the schema of one call with its arguments under this key. Each tool's schema becomes a
-    definition, and its references to itself lead there, whatever `$id` the schema has."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for name in schemas
-    ]
-    return {
-        "anyOf": calls,
-        "$defs": {
-            name: _moved(
-                {key: value for key, value in schema.items() if key not in IDENTITY}, f"#/$defs/{name}"
-            )
-            for name, schema in schemas.items()
-        },
-    }
-
-
 def _json_part(schema: Any) -> dict[str, Any]:
     """Returns a structural tag's part for JSON of this schema."""
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _moved(schema: Any, root: str, are_names: bool = False) -> Any:
-    """Returns a copy of a schema whose references to itself lead to `root`. are_names: the keys are
-    property names, not keywords."""
-    if isinstance(schema, list):
-        return [_moved(part, root) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if are_names:
-        return {name: _moved(part, root) for name, part in schema.items()}
-    return {
-        key: root + value[1:]
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-        else value
-        if key in VALUES
-        else _moved(value, root, key in (*OF_KEYS, *DEFINITIONS))
-        for key, value in schema.items()
-    }

@@ -4,6 +4,7 @@ function<｜tool▁sep｜>name, and the arguments in a block of Markdown. Each r
 
 from __future__ import annotations
 
+from shoal.text.reading.call_syntax import CallSyntax
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
@@ -16,6 +17,7 @@ class DeepSeekV31(ChatFormat):
     signs: tuple[tuple[str, ...], ...] = ((CALLS,),)
     openings = (CALLS, CALL)
     closing = "<｜tool▁calls▁end｜>"
+    syntaxes = (CallSyntax(CALL, "<｜tool▁sep｜>", END_OF_CALL, CALLS, "<｜tool▁calls▁end｜>"),)
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         if mark == CALLS:
@@ -40,3 +42,13 @@ class DeepSeekV31(ChatFormat):
 class DeepSeekV3(DeepSeekV31):
     name = "deepseek_v3"
     signs = ((CALLS, "```json"),)
+    syntaxes = (
+        CallSyntax(
+            f"{CALL}function<｜tool▁sep｜>",
+            "\n```json\n",
+            f"\n```{END_OF_CALL}",
+            CALLS,
+            "<｜tool▁calls▁end｜>",
+            "\n",
+        ),
+    )

@@ -4,7 +4,7 @@ string="false" means JSON."""
 
 from __future__ import annotations
 
-from shoal.text.reading.invokes import Invokes
+from shoal.text.reading.invokes import Invokes, syntax_of
 
 
 class DeepSeekV32(Invokes):
@@ -13,6 +13,9 @@ class DeepSeekV32(Invokes):
     openings = ("<｜DSML｜function_calls>",)
     closing = "</｜DSML｜function_calls>"
     prefix = "｜DSML｜"
+    syntaxes = (
+        syntax_of("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>", prefix, says_string=True),
+    )
 
 
 class DeepSeekV4(Invokes):
@@ -21,3 +24,4 @@ class DeepSeekV4(Invokes):
     openings = ("<｜DSML｜tool_calls>",)
     closing = "</｜DSML｜tool_calls>"
     prefix = "｜DSML｜"
+    syntaxes = (syntax_of("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>", prefix, says_string=True),)

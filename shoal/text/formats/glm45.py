@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+from shoal.text.reading.call_syntax import CallSyntax, TaggedArgument
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
@@ -13,10 +14,24 @@ from shoal.text.reading.tagged_values import read_argument
 NAME = re.compile(r"[\w.:-]+")  # other texts between the marks are words
 
 
+def syntax_of(between: str) -> CallSyntax:
+    """between: the line break between the parts of a call, or ""."""
+    return CallSyntax(
+        "<tool_call>",
+        between,
+        "</tool_call>",
+        separator=between,
+        argument=TaggedArgument(
+            "<arg_key>", f"</arg_key>{between}<arg_value>", "</arg_value>", after=between
+        ),
+    )
+
+
 class Glm45(ChatFormat):
     name = "glm45"
     signs: tuple[tuple[str, ...], ...] = (("<arg_key>",),)
     openings: tuple[str, ...] = ("<tool_call>",)
+    syntaxes = (syntax_of("\n"), syntax_of(""))
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_call(reader)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+from shoal.text.reading.call_syntax import CallSyntax
 from shoal.text.reading.json_calls import read_object
 from shoal.text.reading.messages import Messages
 from shoal.text.reading.reader import Malformed, Reader, Steps
@@ -21,6 +22,11 @@ class Harmony(Messages):
     signs = (("<|start|>", "<|message|>", "<|channel|>"),)
     thoughts = HARMONY
     ends = ("<|end|>", "<|call|>", "<|return|>")
+    syntaxes = (
+        CallSyntax(
+            "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", is_single=True
+        ),
+    )
     heads = ("<|channel|>", "<|constrain|>", "to=")
 
     def is_thought(self, header: str) -> bool:

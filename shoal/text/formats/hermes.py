@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from shoal.text.reading.call_syntax import CallSyntax, json_syntax
 from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call, skip_rest
 from shoal.text.reading.reader import Reader, Steps
@@ -16,6 +17,9 @@ class Hermes(ChatFormat):
     openings: tuple[str, ...] = ("<tool_call>",)
     closing = "</tool_call>"
     json_call = HERMES_CALL
+    syntaxes: tuple[CallSyntax, ...] = (
+        json_syntax("", "", "\n", before="<tool_call>\n", after="\n</tool_call>"),
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_call(reader)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from shoal.text.formats.glm45 import read_call
+from shoal.text.reading.call_syntax import CallSyntax, TaggedArgument, json_syntax
 from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
@@ -20,15 +21,35 @@ class HunyuanA13B(ChatFormat):
     closing = END_OF_CALLS
     silent = ("<answer>", "</answer>")
     json_call = JsonCall("<tool_calls>[", "]</tool_calls>")
+    syntaxes = (json_syntax("<tool_calls>[", "]</tool_calls>", ", "),)
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_list(reader)
+
+
+def syntax_of(suffix: str) -> CallSyntax:
+    """suffix: the end of each tag's name."""
+    return CallSyntax(
+        f"<tool_call{suffix}>",
+        f"<tool_sep{suffix}>\n",
+        f"</tool_call{suffix}>",
+        f"<tool_calls{suffix}>\n",
+        f"\n</tool_calls{suffix}>",
+        "\n",
+        TaggedArgument(
+            f"<arg_key{suffix}>",
+            f"</arg_key{suffix}>\n<arg_value{suffix}>",
+            f"</arg_value{suffix}>",
+            after="\n",
+        ),
+    )
 
 
 class HyV3(ChatFormat):
     name = "hy_v3"
     signs = (("<tool_sep",),)
     openings = (CALLS, "<tool_call>", f"<tool_calls{SUFFIX}>", f"<tool_call{SUFFIX}>")
+    syntaxes = (syntax_of(""), syntax_of(SUFFIX))
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         suffix = SUFFIX if mark.endswith(f"{SUFFIX}>") else ""

@@ -5,6 +5,7 @@ model expects to see again."""
 
 from __future__ import annotations
 
+from shoal.text.reading.call_syntax import CallSyntax
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
@@ -17,6 +18,15 @@ class KimiK2(ChatFormat):
     signs = ((SECTION,),)
     openings = (SECTION, CALL)
     closing = "<|tool_calls_section_end|>"
+    syntaxes = (
+        CallSyntax(
+            f"{CALL}functions.",
+            ":{number}<|tool_call_argument_begin|>",
+            END_OF_CALL,
+            SECTION,
+            "<|tool_calls_section_end|>",
+        ),
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         if mark == SECTION:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shoal.text.reading.invokes import Invokes
+from shoal.text.reading.invokes import Invokes, syntax_of
 
 
 class MiniMaxM2(Invokes):
@@ -11,3 +11,4 @@ class MiniMaxM2(Invokes):
     signs = (("<minimax:tool_call>",),)
     openings = ("<minimax:tool_call>",)
     closing = "</minimax:tool_call>"
+    syntaxes = (syntax_of("<minimax:tool_call>\n", "</minimax:tool_call>"),)

@@ -9,6 +9,7 @@ import re
 import secrets
 import string
 
+from shoal.text.reading.call_syntax import CallSyntax, json_syntax
 from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call, read_list, read_object
 from shoal.text.reading.reader import Malformed, Reader, Steps
@@ -22,6 +23,7 @@ class Mistral(ChatFormat):
     signs = (("[TOOL_CALLS]",),)
     openings = ("[TOOL_CALLS]",)
     json_call = JsonCall("[TOOL_CALLS][", "]")
+    syntaxes = (CallSyntax("[TOOL_CALLS]", "[ARGS]", ""), json_syntax("[TOOL_CALLS][", "]", ", "))
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         first = yield from reader.next()

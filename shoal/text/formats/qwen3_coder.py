@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from shoal.text.formats.hermes import Hermes
+from shoal.text.reading.call_syntax import CallSyntax, TaggedArgument
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
 
@@ -20,6 +21,15 @@ class Qwen3Coder(Hermes):
     name = "qwen3_coder"
     signs = ((FUNCTION, PARAMETER),)
     openings = ("<tool_call>", FUNCTION)
+    syntaxes = (
+        CallSyntax(
+            f"<tool_call>\n{FUNCTION}",
+            ">\n",
+            f"{END_OF_FUNCTION}\n</tool_call>",
+            separator="\n",
+            argument=TaggedArgument(PARAMETER, ">\n", END_OF_PARAMETER, lead="\n", after="\n"),
+        ),
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         is_known = False

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from shoal.text.reading.call_syntax import CallSyntax
 from shoal.text.reading.marks import SPACE, marks_of
 from shoal.text.reading.reader import Reader, Steps
 from shoal.text.reading.thoughts import Start, Thoughts
@@ -26,7 +27,7 @@ class ChatFormat:
     """The form of a family's answers: reasoning, words and calls.
 
     A class has the facts about its family, and `calls` reads what follows one of `openings`. `json_call` is
-    the grammar of a call in the family's syntax, which `calls` reads too; None for a syntax other than JSON.
+    a call in JSON as a prompt shows it. Grammars make calls in one of `syntaxes`, which `calls` reads too.
     """
 
     name: str  # vLLM's name of its parser of calls
@@ -36,6 +37,7 @@ class ChatFormat:
     silent: tuple[str, ...] = ()  # marks around words that are not part of them
     thoughts: Thoughts | None = None  # None: the chat template has the marks around reasoning
     json_call: JsonCall | None = None
+    syntaxes: tuple[CallSyntax, ...] = ()
 
     def is_of(self, template: str) -> bool:
         """Returns True for a chat template with all texts of one of `signs`."""

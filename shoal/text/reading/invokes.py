@@ -3,9 +3,26 @@ MiniMax, DeepSeek V3.2 and Muse write them with tags of their own."""
 
 from __future__ import annotations
 
+from shoal.text.reading.call_syntax import CallSyntax, TaggedArgument
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.reader import Malformed, Reader, Steps
 from shoal.text.reading.tagged_values import read_argument
+
+
+def syntax_of(begin: str, end: str, prefix: str = "", *, says_string: bool = False) -> CallSyntax:
+    """begin, end: the texts around calls. prefix: the beginning of each tag's name. says_string: an attribute
+    says whether a value is a string."""
+    argument = TaggedArgument(
+        f'<{prefix}parameter name="',
+        '">' if not says_string else ">",
+        f"</{prefix}parameter>",
+        after="\n",
+        string='" string="true"' if says_string else "",
+        other='" string="false"' if says_string else "",
+    )
+    return CallSyntax(
+        f'<{prefix}invoke name="', '">\n', f"</{prefix}invoke>\n", begin, end, argument=argument
+    )
 
 
 class Invokes(ChatFormat):

@@ -47,13 +47,13 @@ def kinds_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
             kinds.update(kind for value in values for kind in KINDS.get(type(value), ()))
             for key in ("anyOf", "oneOf", "allOf"):
                 todo += schema[key] if isinstance(schema.get(key), list) else []
-            todo.append(_target(parameters, schema.get("$ref")))
+            todo.append(target(parameters, schema.get("$ref")))
         if schema.get("nullable") is True:
             kinds.add("null")
     return frozenset(kinds & NAMES)
 
 
-def _target(root: dict[str, Any], pointer: Any) -> Any:
+def target(root: dict[str, Any], pointer: Any) -> Any:
     if not isinstance(pointer, str) or not pointer.startswith("#/"):
         return None
     value: Any = root

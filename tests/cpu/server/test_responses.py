@@ -1,6 +1,7 @@
 """/v1/responses as OpenAI's client sees it, over a fake engine."""
 
 import json
+import re
 import threading
 
 import openai
@@ -191,14 +192,18 @@ def test_a_picture_in_a_tools_output_is_named_as_the_model_sees_none(served, cli
     assert "<tool>[input_image left out: this model reads text alone]<assistant>" in served.last_prompt()
 
 
+ENFORCED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
 def test_a_named_tool_and_a_schema_become_grammars(served, client):
-    served.say('{"city": "Rome"}')
+    served.say(ENFORCED)
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
     assert answer.output[0].type == "function_call"
     assert answer.output[0].arguments == '{"city": "Rome"}'
     assert answer.output_text == ""
-    assert served.last_request().params.structured_outputs.json == TOOL["parameters"]
+    assert '"const": "weather"' in served.last_request().params.structured_outputs.grammar
     assert "<think>\n\n</think>" in served.last_prompt()
+    served.say('{"city": "Rome"}')
     schema = TOOL["parameters"]
     answer = ask(
         client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
@@ -232,16 +237,17 @@ def test_tools_of_other_servers_are_left_out_and_logged_once_in_the_log(served, 
         "mode": "required",
         "tools": [{"type": "function", "name": "weather"}, {"type": "web_search"}],
     }
-    served.say('[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    served.say(ENFORCED)
     answer = ask(client, tools=[*HOSTED, TOOL], tool_choice=allowed)
     assert answer.output[0].arguments == '{"city": "Rome"}' and answer.tool_choice.type == "allowed_tools"
 
 
 def test_a_format_and_tools_go_together(served, client):
-    served.say('{"city": "Rome"}')
+    served.say(ENFORCED)
     form = {"format": {"type": "json_object"}}
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, text=form)
     assert answer.output[0].type == "function_call" and answer.text.format.type == "json_object"
+    served.say('{"city": "Rome"}')
     answer = ask(client, tools=[TOOL], text=form)
     assert answer.output_text == '{"city": "Rome"}'
     assert served.last_request().params.structured_outputs.structural_tag
@@ -533,12 +539,12 @@ def test_a_namespace_may_be_allowed_as_a_whole(served):
         ({"type": "function", "namespace": "mcp__a__", "name": "one"}, {"mcp__a__one"}),
     ):
         choice = {"type": "allowed_tools", "mode": "required", "tools": [entry]}
-        served.say('[{"name": "mcp__a__one", "parameters": {}}]')
+        served.say('<tool_call>\n{"name": "mcp__a__one", "arguments": {}}\n</tool_call>')
         body = {"input": "a", "tools": [space, other], "tool_choice": choice}
         status, found = served.json("/v1/responses", body)
         assert status == 200 and found["output"][0]["name"] == "one"
-        schema = served.last_request().params.structured_outputs.json
-        assert {call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]} == allowed
+        grammar = served.last_request().params.structured_outputs.grammar
+        assert set(re.findall('"const": "(.*?)"', grammar)) == allowed
 
 
 def test_an_item_that_is_forgotten_meanwhile_does_not_fail_its_answer(keeping):

@@ -352,7 +352,7 @@ def test_the_table_of_the_documentation_is_that_of_the_families():
         form, parser = BY_NAME[family.form], f"`{family.form}`"
         signs = ", ".join(f"`{sign}`" for sign in form.signs[0]).replace("|", "\\|")
         reasoning = f"`{family.thoughts}`" if family.thoughts else "none"
-        constrained = "a call, or JSON" if form.json_call is not None else "a call"
+        constrained = "a call, or JSON" if form.syntaxes else "a call"
         wanted.append([name, signs, parser, reasoning, constrained, "`test_chat_formats.py`"])
     assert [[*row[:4], *row[5:]] for row in rows] == wanted
 

@@ -98,13 +98,15 @@ def test_an_answer_cut_within_a_call_says_length(served, client):
     assert shape(choice.message.tool_calls) == [("weather", '{"city": "P')]
 
 
-def test_a_named_tool_is_enforced_and_its_text_is_the_arguments(served, client):
-    served.say('{"city": "Rome"}')
+def test_a_named_tool_is_enforced_in_the_familys_syntax(served, client):
+    served.say(CALL)
     choice = ask(client, tools=[TOOL], tool_choice=NAMED).choices[0]
     assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')]
     assert choice.finish_reason == "stop"
     assert choice.message.content is None
-    assert served.last_request().params.structured_outputs.json == SCHEMA
+    params = served.last_request().params
+    assert can_write(CALL, params) and not can_write(f"{CALL}\n{CALL}", params)
+    assert not can_write(NOW, params) and not can_write('{"city": "Rome"}', params)
     assert streamed(client, tools=[TOOL], tool_choice=NAMED) == (
         "",
         "",
@@ -113,8 +115,8 @@ def test_a_named_tool_is_enforced_and_its_text_is_the_arguments(served, client):
     )
 
 
-def test_required_calls_are_a_list_by_schema(served, client):
-    served.say('[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "now", "parameters": {}}]')
+def test_required_calls_are_in_the_familys_syntax(served, client):
+    served.say(f"{CALL}\n{NOW}")
     expected = [("weather", '{"city": "Rome"}'), ("now", "{}")]
     choice = ask(client, tools=[TOOL, OTHER], tool_choice="required").choices[0]
     assert shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
@@ -283,7 +285,7 @@ def test_a_schema_with_an_address_of_its_own_keeps_its_references():
         "hermes",
     )
     matcher = LLMatcher(BYTES, grammar_of(plan.structured))
-    good = b'[{"name": "weather", "parameters": {"city": "Rome"}}]'
+    good = CALL.encode()
     assert matcher.try_consume_tokens(list(good)) == len(good)
     assert LLMatcher(BYTES, grammar_of(plan.structured)).try_consume_tokens(
         list(good.replace(b"Rome", b"Oslo"))
@@ -366,11 +368,11 @@ def test_beside_a_format_an_answer_is_a_call_or_in_the_format(served, client, fo
 
 
 def test_beside_a_format_a_choice_of_calls_wins_and_none_leaves_the_format(served, client):
-    served.say('{"city": "Rome"}')
+    served.say(CALL)
     assert ask(client, tools=[TOOL], tool_choice=NAMED, response_format=PERSON).choices[0].message.tool_calls
-    assert can_write('{"city": "Rome"}', served.last_request().params)
+    assert can_write(CALL, served.last_request().params)
     ask(client, tools=[TOOL], tool_choice="required", response_format=PERSON)
-    assert can_write('[{"name": "weather", "parameters": {"city": "Rome"}}]', served.last_request().params)
+    assert can_write(CALL, served.last_request().params)
     ask(client, tools=[TOOL], tool_choice="none", response_format=PERSON)
     assert can_write('{"age": 3}', served.last_request().params)
     assert not can_write(CALL, served.last_request().params)
@@ -397,10 +399,8 @@ def test_arguments_are_closed_unless_their_schema_says_otherwise(served, client)
         ({"type": "object"}, True),
         ({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}, True),
     ):
-        for choice, wrapped in (
-            ("required", '[{"name": "f", "parameters": %s}]'),
-            ({"type": "function", "function": {"name": "f"}}, "%s"),
-        ):
+        wrapped = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
             ask(client, tools=function(parameters=parameters), tool_choice=choice)
             params = served.last_request().params
             assert can_write(wrapped % '{"a": 1}', params)
@@ -408,12 +408,10 @@ def test_arguments_are_closed_unless_their_schema_says_otherwise(served, client)
 
 
 def test_allowed_tools_are_all_shown_and_only_some_may_be_called(served, client):
-    served.say('[{"name": "now", "parameters": {}}]')
+    served.say(NOW)
     choice = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("required", "now")).choices[0]
     assert shape(choice.message.tool_calls) == [("now", "{}")] and '"weather"' in served.last_prompt()
-    assert not can_write(
-        '[{"name": "weather", "parameters": {"city": "Rome"}}]', served.last_request().params
-    )
+    assert not can_write(CALL, served.last_request().params)
     served.say(f"{CALL}\n{NOW}")
     message = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now")).choices[0].message
     assert message.content == CALL
@@ -440,17 +438,14 @@ def test_older_functions_are_tools_and_their_call_is_in_the_older_shape(served, 
     calls = [c.delta.function_call for c in chunks if c.delta.function_call]
     assert calls[0].name == "weather" and "".join(c.arguments for c in calls) == '{"city": "Rome"}'
     assert chunks[-1].finish_reason == "function_call"
-    served.say('{"city": "Rome"}')
+    served.say(CALL)
     assert (
         ask(client, functions=functions, function_call={"name": "weather"})
         .choices[0]
         .message.function_call.name
         == "weather"
     )
-    assert (
-        ask(client, functions=functions, function_call="none").choices[0].message.content
-        == '{"city": "Rome"}'
-    )
+    assert ask(client, functions=functions, function_call="none").choices[0].message.content == CALL
     ask(
         client,
         messages=[

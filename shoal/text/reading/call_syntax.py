@@ -1,0 +1,51 @@
+"""`CallSyntax`: the texts around the parts of a family's calls, from which a grammar of calls is written
+(text/grammar/call_grammar.py). The family's ChatFormat reads what the grammar allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArgument:
+    """An argument as text between tags: `before`, its key, `middle`, its value, `lead`, `end`.
+
+    lead: text before the closing tag `end` that is not part of the value. string, other: attributes after the
+    key that say whether the value is a string.
+    """
+
+    before: str
+    middle: str
+    end: str
+    lead: str = ""
+    after: str = ""
+    string: str = ""
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """Calls in one answer: `begin`, calls with `separator` between them, `end`. A call is `before`, its name,
+    `middle`, its arguments, `after`.
+
+    middle: {name} is the call's name, and {number} any number. argument: None: the arguments are a JSON
+    object. is_single: an answer has one call. key: the call between `before` and `after` is a JSON object
+    with a name, and with its arguments under this key.
+    """
+
+    before: str
+    middle: str
+    after: str
+    begin: str = ""
+    end: str = ""
+    separator: str = ""
+    argument: TaggedArgument | None = None
+    is_single: bool = False
+    key: str = ""
+
+
+def json_syntax(
+    begin: str, end: str, separator: str, before: str = "", after: str = "", key: str = "arguments"
+) -> CallSyntax:
+    """Returns the syntax of calls that are JSON objects. before, after: texts around each call."""
+    return CallSyntax(before, "", after, begin, end, separator, key=key)

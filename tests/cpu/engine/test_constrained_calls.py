@@ -1,0 +1,136 @@
+"""Calls that a random sampler writes under the grammar of a family are read by the family's format, and their
+arguments fit their schema."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from shoal.engine.scheduling.grammar import Grammars
+from shoal.sampling_params import StructuredOutputsParams
+from shoal.server.apis.tools import whole
+from shoal.text.formats.registry import FORMATS
+from shoal.text.grammar.call_grammar import call_grammar
+from shoal.text.reading.reader import Expected, Reader
+from shoal.text.reading.thoughts import Start
+from shoal.text.tokenizer import Tokenizer
+
+SHORT, DIGIT = {"type": "string", "maxLength": 5}, {"type": "integer", "minimum": -9, "maximum": 12}
+COLOR = {"enum": ["red", "green & <blue>", '"quoted"', ""]}
+PAIR = {"type": "object", "properties": {"x": DIGIT, "color": COLOR}, "required": ["x"]}
+SCHEMAS = {
+    "texts": {
+        "type": "object",
+        "properties": {"a": SHORT, "b": {"type": "string", "minLength": 2, "maxLength": 3}, "c": COLOR},
+        "required": ["a", "b", "c"],
+    },
+    "numbers": {
+        "type": "object",
+        "properties": {"whole": DIGIT, "real": {"type": "number"}, "on": {"type": "boolean"}},
+        "required": ["whole", "real"],
+    },
+    "optional": {
+        "type": "object",
+        "properties": {
+            "a": SHORT,
+            "after": {"type": ["integer", "null"], "minimum": 0, "maximum": 99},
+            "note": {"anyOf": [SHORT, {"type": "null"}]},
+            "mode": {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}], "default": None},
+        },
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "list": {"type": "array", "items": DIGIT, "maxItems": 3},
+            "pairs": {"type": "array", "items": {"$ref": "#/$defs/Pair"}, "maxItems": 2},
+            "pair": {"$ref": "#/$defs/Pair"},
+        },
+        "required": ["pair", "pairs"],
+        "$defs": {"Pair": PAIR},
+    },
+    "words": {
+        "type": "object",
+        "properties": {
+            "words": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 3},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]$"},
+        },
+        "required": ["words", "code"],
+    },
+    "ping": {"type": "object", "properties": {}},
+}
+MARKS = (
+    "<tool_call>", "</tool_call>", "</parameter>", "<parameter=", "</function>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+    "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
+    "<minimax:tool_call>", "</minimax:tool_call>", "<|im_start|>",
+)  # fmt: skip
+CONSTRAINED = [form for form in FORMATS if form.syntaxes]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes, and the marks of many families as special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("<end>", *MARKS)])
+    return Tokenizer(backend, {"eos_token": "<end>"})
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(lambda: tokenizer, len(tokenizer), tokenizer.eos_token_ids)
+
+
+def written(grammars, tokenizer, text, number, most=4000):
+    """Returns a text that a sampler writes which draws each token that the grammar allows with the same
+    probability."""
+    grammar = grammars.start(StructuredOutputsParams(grammar=text), (), True).result()
+    drawn, ids = random.Random(number), []
+    row = SimpleNamespace(grammar=grammar, allowed=None, banned=None)
+    while not grammar.ended:
+        mask = grammars.masks([row])[0].view(np.uint8)
+        ids.append(int(drawn.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")))))
+        assert grammar.accept(ids[-1]), grammar.error
+        assert len(ids) < most, tokenizer.decode(ids, skip_special_tokens=False)
+    return tokenizer.decode(ids[:-1], skip_special_tokens=False)
+
+
+def read(form, text):
+    expected = Expected(SCHEMAS, None, takes_calls=True, thoughts=None, start=Start.UNKNOWN)
+    return whole(Reader(form, expected, True).push(text, "stop"))
+
+
+@pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
+def test_a_random_samplers_calls_are_read_and_fit_their_schema(form, grammars, tokenizer):
+    for number, tools in enumerate([*([name] for name in SCHEMAS), list(SCHEMAS)] * 4):
+        print("seed", number)
+        schemas = {name: SCHEMAS[name] for name in tools}
+        text = written(grammars, tokenizer, call_grammar(form.syntaxes, schemas, False), number)
+        answer = read(form, text)
+        assert [call.name for call in answer.calls] in [[name] for name in tools], text
+        assert not answer.content.strip(), text
+        arguments = json.loads(answer.calls[0].arguments)
+        jsonschema.validate(arguments, SCHEMAS[answer.calls[0].name])
+
+
+@pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
+def test_several_calls_are_read(form, grammars, tokenizer):
+    schemas = {name: SCHEMAS[name] for name in ("ping", "numbers")}
+    lengths = set()
+    for number in range(12):
+        text = written(grammars, tokenizer, call_grammar(form.syntaxes, schemas, True), number)
+        answer = read(form, text)
+        assert answer.calls and not answer.content.strip(), text
+        lengths.add(len(answer.calls))
+        for call in answer.calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    assert len(lengths) > 1 or form.syntaxes[0].is_single
