@@ -53,7 +53,8 @@ class _Writer:
     def _calls(self, syntax: CallSyntax, many: bool, opening: str) -> str:
         first = self._call(syntax, syntax.begin, opening)
         more = f" ({self._call(syntax, syntax.separator)})*" if many and not syntax.is_single else ""
-        return _joined("", f"({first}){more}", syntax.end)
+        end = f" ({lark_text(syntax.end)})?" if syntax.may_end else ""
+        return _joined("", f"({first}){more}{end}", "" if end else syntax.end)
 
     def _call(self, syntax: CallSyntax, begin: str, opening: str = "") -> str:
         """Returns a call of any tool after the text `begin`, without the text `opening`."""

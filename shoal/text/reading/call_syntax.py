@@ -30,7 +30,8 @@ class CallSyntax:
 
     middle: {name} is the call's name, and {number} any number. argument: None: the arguments are a JSON
     object. is_single: an answer has one call. key: the call between `before` and `after` is a JSON object
-    with a name, and with its arguments under this key.
+    with a name, and with its arguments under this key. may_end: the answer may end without `end`, so that a
+    weak model is not led to a further call.
     """
 
     before: str
@@ -42,6 +43,7 @@ class CallSyntax:
     argument: TaggedArgument | None = None
     is_single: bool = False
     key: str = ""
+    may_end: bool = False
 
 
 def json_syntax(

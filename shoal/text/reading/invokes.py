@@ -21,7 +21,7 @@ def syntax_of(begin: str, end: str, prefix: str = "", *, says_string: bool = Fal
         other='" string="false"' if says_string else "",
     )
     return CallSyntax(
-        f'<{prefix}invoke name="', '">\n', f"</{prefix}invoke>\n", begin, end, argument=argument
+        f'<{prefix}invoke name="', '">\n', f"</{prefix}invoke>\n", begin, end, argument=argument, may_end=True
     )
 
 
