@@ -124,16 +124,17 @@ def fill_the_card():
 
 
 def test_weights_cache_and_buffers_stay_where_they_are(start, folder, expected):
-    """Graphs have captured their addresses. Buffers that no checkpoint holds keep their content too."""
+    """Graphs have captured their addresses. Tables that no checkpoint holds keep their content too."""
     rank = start(enable_sleep_mode=True)
     runner = rank.runner
 
     def addresses():
-        return [tensor.data_ptr() for tensor in [*runner.model.parameters(), runner.cache.blocks]]
+        tensors = [*runner.model.parameters(), runner.cache.blocks, *runner.model.ropes]
+        return [tensor.data_ptr() for tensor in tensors]
 
     before, sums = addresses(), runner.weights.checksums()
-    buffers = {name: buffer.clone() for name, buffer in runner.model.named_buffers()}
-    assert "cos_sin" in buffers and answers(rank) == expected
+    ropes = [rope.clone() for rope in runner.model.ropes]
+    assert ropes and not list(runner.model.named_buffers()) and answers(rank) == expected
     rank.scheduler.reset_prefix_cache()
     for kept in ((), ("weights",)):
         runner.memory.release(["weights", "kv_cache"], kept)
@@ -142,7 +143,7 @@ def test_weights_cache_and_buffers_stay_where_they_are(start, folder, expected):
         if not kept:
             runner.weights.load_checkpoint(str(folder), False)
         assert addresses() == before and runner.weights.checksums() == sums
-        assert all(torch.equal(buffer, buffers[name]) for name, buffer in runner.model.named_buffers())
+        assert all(map(torch.equal, runner.model.ropes, ropes))
         assert answers(rank) == expected
         rank.scheduler.reset_prefix_cache()
 
