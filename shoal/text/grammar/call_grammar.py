@@ -38,7 +38,7 @@ class _Writer:
     def __init__(self, schemas: Mapping[str, dict[str, Any]]) -> None:
         self._schemas = schemas
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # of rules, by their bodies
+        self._names: dict[str, str] = {}  # rules by their bodies
 
     def text(self, syntaxes: Sequence[CallSyntax], many: bool, opening: str) -> str:
         start = " | ".join(self._calls(syntax, many, opening) for syntax in syntaxes)
