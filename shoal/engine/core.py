@@ -208,8 +208,12 @@ class EngineCore:
             )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
-        for part in self.parts:
-            part.added(seq)
+        try:
+            for part in self.parts:
+                part.added(seq)
+        except BaseException:
+            self.scheduler.take_out(seq)
+            raise
 
     def abort(self, request_id: str) -> None:
         if self.scheduler.abort(request_id) is None:

@@ -29,7 +29,7 @@ class StepLoop:
     """Runs the scheduler's sequences, one `step` at a time.
 
     A failure of the device or of a rank ends the ranks: the call raises EngineDeadError, and so does every
-    later one. An interrupt (any other exception) loses the steps in flight and aborts all requests.
+    later one. An interrupt, or a lack of memory, loses the steps in flight and aborts all requests.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepLoop:
         with self._guarded():
             for part in parts.before_schedule:
                 part.before_schedule()
-            outputs = self._take_unreported()
+            outputs = self._late = self._take_unreported()  # an interrupt loses none of them
             with span("schedule"):
                 plan = self.scheduler.schedule()
             for part in parts.after_schedule:
@@ -78,6 +78,7 @@ class StepLoop:
             waits = plan is None and not (self._in_flight or outputs)
             for part in parts.after_step:
                 part.after_step(waits)
+            self._late = []
         return outputs
 
     def _take_unreported(self) -> list[Output]:
@@ -191,7 +192,7 @@ class StepLoop:
         for fetch in list(self.scheduler.blocks.fetches):
             self.scheduler.fetched(fetch, 0)
         self._in_flight.clear()
-        self._late.clear()
         self.builder = self._new_builder()
         self.ranks.runner.state.reset()
+        self.ranks.runner.whole_rows.memory_is_new()  # it may have been interrupted between two kernels
         self.ranks.error = None

@@ -1,6 +1,6 @@
 """`StepPart`: what an engine may have in addition to its core, such as lower tiers or grammars; `Parts`: the
 parts of one engine, in order. engine/step_loop.py calls them around steps, engine/lifecycle around sleep and
-new weights; engine/core.py builds them. How to add one: docs/howto/step-part.md.
+new weights; engine/build_parts.py builds them. How to add one: docs/howto/step-part.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PartBuilder = Callable[[ResolvedConfig, Ranks, Scheduler], "StepPart"]
 
 class StepPart:
     """One part of an engine. It overrides the methods that it needs; the others do nothing and are not
-    called. All calls come from the engine's thread. An exception ends the engine, unless a method says
-    otherwise.
+    called. All calls come from the engine's thread. An exception within a step or a tick ends the engine;
+    elsewhere the caller of the engine gets it.
     """
 
     # Requests

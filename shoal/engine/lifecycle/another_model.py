@@ -58,9 +58,9 @@ def room_made(ranks: Ranks, sleeper: Sleeper, parts: Parts) -> Iterator[None]:
     """Inside, the engine holds no memory that another one needs. If what runs in here fails, the engine has
     its host memory again, and it sleeps."""
     sleeper.sleep(2, None, "keep")
-    for part in parts:
-        part.give_memory_back()
     try:
+        for part in parts:
+            part.give_memory_back()
         yield
     except BaseException:
         ranks.use_threads()

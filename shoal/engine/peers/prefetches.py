@@ -16,12 +16,13 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.api import FinishReason, Output
+from shoal.api import KV_CACHE, FinishReason, Output
 from shoal.engine.scheduling.part_state import Tail
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import NEVER
 from shoal.engine.step_part import StepPart
+from shoal.errors import RequestError
 from shoal.hashing import keys_with_tail
 
 HOLD_S = 30.0  # a continuation comes within milliseconds, unless its router has died
@@ -48,6 +49,11 @@ class Prefetches(StepPart):
 
     def added(self, seq: Sequence) -> None:
         request = seq.request
+        if request.request_id in self._held:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use; choose another or wait until that request "
+                "has ended"
+            )
         if request.fetches_only:
             self._arriving[request.request_id] = seq
         name = request.continues
@@ -74,16 +80,12 @@ class Prefetches(StepPart):
             elif seq.status is SequenceStatus.PREFILL:
                 del self._arriving[name]
                 self._hold(name, seq)
-        for name, held in list(self._held.items()):
-            behind = self._continuations.get(name)
-            # Blocks of another prompt, or of a cache that was reset, may be just what it lacks.
-            is_stuck = (
-                behind is not None
-                and not self._scheduler.running
-                and self._scheduler.blocks.lacks_room(behind)
-            )
-            if is_stuck or self._clock() > held.until:
-                self._end(name, FinishReason.LENGTH)
+        self._end_late_ones()
+
+    def tick(self) -> bool:
+        """Returns True while blocks are held, which may be for too long."""
+        self._end_late_ones()
+        return bool(self._held)
 
     def after_schedule(self, plan: StepPlan | None) -> list[Output]:
         """Ends the requests whose continuations have started, or have ended without that."""
@@ -110,7 +112,8 @@ class Prefetches(StepPart):
         self._end_all(FinishReason.LENGTH)
 
     def before_sleep(self, tags: abc.Sequence[str]) -> None:
-        self._end_all(FinishReason.LENGTH)
+        if KV_CACHE in tags:
+            self._end_all(FinishReason.LENGTH)
 
     def weights_change(self) -> None:
         self._end_all(FinishReason.LENGTH)
@@ -124,6 +127,18 @@ class Prefetches(StepPart):
     def held_blocks(self) -> list[int]:
         """The blocks that are held, once for each request."""
         return [block for held in self._held.values() for block in held.blocks]
+
+    def _end_late_ones(self) -> None:
+        for name, held in list(self._held.items()):
+            behind = self._continuations.get(name)
+            # Blocks of another prompt, or of a cache that was reset, may be just what it lacks.
+            is_stuck = (
+                behind is not None
+                and not self._scheduler.running
+                and self._scheduler.blocks.lacks_room(behind)
+            )
+            if is_stuck or self._clock() > held.until:
+                self._end(name, FinishReason.LENGTH)
 
     def _hold(self, name: str, seq: Sequence) -> None:
         """Takes a sequence that has all the blocks it can get from the scheduler."""

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.engine.runner.decode_groups import DecodeGroups
 from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
-    SampledFrom,
+    RowNeeds,
     SamplerOptions,
     pack_whole_rows,
     sample_options,
@@ -231,7 +231,7 @@ class BatchBuilder:
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
-        self.sampled_from = [SampledFrom.PARTS] * layout.num_rows
+        self.needs = [RowNeeds(False, 0)] * layout.num_rows
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
         """The packed step, and the sampler's options. `graph_size`: how many rows the step is padded to if
@@ -256,10 +256,10 @@ class BatchBuilder:
                 if entry.seq.special:
                     sample_options(entry, sample, options)
                     num_logprobs = _more(num_logprobs, entry.seq.request.params.logprobs)
-                if kind := self.sampled_from[entry.row]:
-                    last = entry.start + entry.num_tokens - 1
-                    has_options = kind == SampledFrom.OPTIONS
-                    whole.append((sample, entry.row, last, entry.row if has_options else -1))
+                needs, end = self.needs[entry.row], entry.start + entry.num_tokens
+                if needs.whole_row or end < needs.options_end:
+                    options_row = entry.row if end < needs.options_end else -1
+                    whole.append((sample, entry.row, end - 1, options_row))
                 sample += 1
         decode_only = plan.num_decodes == len(plan.scheduled)
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
@@ -324,7 +324,7 @@ class BatchBuilder:
                 # know it.
                 self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
             params = seq.request.params
-            self.sampled_from[row] = start_options(seq, row, options, self.block_size, self.splits_sampling)
+            self.needs[row] = start_options(seq, row, options, self.block_size, self.splits_sampling)
             low, high = seed_words(params.seed or 0)
             addresses.extend(range(base, base + len(Field)))  # The values are in the order of Field.
             values.extend(

@@ -1,5 +1,5 @@
 """`StepGraphs`: CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a
-ladder of token counts. A captured step's content is in steps.py; runner.py has them captured at the start.
+ladder of token counts. A captured step's content is in steps.py; start_up.py has them captured.
 
 Before any step is captured, each runs once with one layer of each kind. So kernels are compiled and loaded,
 and workspaces grow, outside of a capture. Graphs are captured from large to small in one memory pool, so that

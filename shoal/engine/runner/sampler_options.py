@@ -3,6 +3,7 @@ with such a request. batch.py calls it."""
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -78,28 +79,31 @@ class SamplerOptions:
         return bool(self.starts or self.grammars or self.embeds or self.filtered)
 
 
-class SampledFrom(IntEnum):
-    """From what the sequence of a state row is sampled."""
+@dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """What the samples of a state row need in addition to the row's fields."""
 
-    PARTS = 0  # from the logits of each rank
-    WHOLE_ROW = 1
-    OPTIONS = 2  # from a whole row that its options change
+    whole_row: bool  # they are drawn from whole rows of logits in any case
+    # They are changed by options up to the sample of this token, counted in the sequence. 0: there are none.
+    options_end: int
 
 
 def start_options(
     seq: Sequence, row: int, options: SamplerOptions, block_size: int, splits_sampling: bool
-) -> SampledFrom:
-    """Sends the options of a sequence that has just got its row. Returns from what it is sampled."""
+) -> RowNeeds:
+    """Sends the options of a sequence that has just got its row."""
     params = seq.request.params
-    if not seq.request.embed and (found := options_of(seq)) is not None:
-        tokens = seq.token_ids if found[0][Option.READS_HISTORY] else []
-        blocks = seq.block_ids[: -(-len(tokens) // block_size)]
-        options.starts.append(RowStart(row, *found, list(tokens), list(blocks)))
-        return SampledFrom.OPTIONS
-    whole = params.structured_outputs is not None or (
+    if seq.request.embed:
+        return RowNeeds(False, 0)
+    needs_whole = params.structured_outputs is not None or (
         splits_sampling and needs_whole_row(params.temperature, params.top_k, params.top_p, params.min_p)
     )
-    return SampledFrom.WHOLE_ROW if whole else SampledFrom.PARTS
+    if (found := options_of(seq)) is None:
+        return RowNeeds(needs_whole, 0)
+    tokens = seq.token_ids if found[0][Option.READS_HISTORY] else []
+    blocks = seq.block_ids[: -(-len(tokens) // block_size)]
+    options.starts.append(RowStart(row, *found, list(tokens), list(blocks)))
+    return RowNeeds(needs_whole, sys.maxsize if _has_lasting(seq) else _min_end(seq))
 
 
 def sample_options(entry: ScheduledSeq, sample: int, options: SamplerOptions) -> None:
@@ -121,20 +125,33 @@ def options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns a sequence's options, fields and lists. None: it has none. The mask of a grammar holds what is
     banned and allowed, too, so that tokens remain that fit all of them."""
     request, params = seq.request, seq.request.params
-    in_mask = seq.grammar is not None
-    has_limits = request.bad_word_ids or params.min_tokens or params.allowed_token_ids is not None
-    if not (params.has_penalties or params.logit_bias or (has_limits and not in_mask)):
+    in_mask, min_end = seq.grammar is not None, _min_end(seq)
+    if not (min_end or _has_lasting(seq)):
         return None
     return pack_options(
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_prompt=seq.num_prompt_tokens,
         last=seq.token_ids[-1],
-        min_end=0 if in_mask else seq.num_prompt_tokens + params.min_tokens,
-        stops=sorted(seq.stop_ids) if params.min_tokens and not in_mask else [],
+        min_end=min_end,
+        stops=sorted(seq.stop_ids) if min_end else [],
         allowed=[] if in_mask else params.allowed_token_ids or [],
         bias=params.logit_bias or {},
         words=() if in_mask else request.bad_word_ids,
     )
+
+
+def _has_lasting(seq: Sequence) -> bool:
+    """Returns whether options change all samples of the sequence."""
+    params, in_mask = seq.request.params, seq.grammar is not None
+    has_limits = seq.request.bad_word_ids or params.allowed_token_ids is not None
+    return bool(params.has_penalties or params.logit_bias or (has_limits and not in_mask))
+
+
+def _min_end(seq: Sequence) -> int:
+    """Returns the number of tokens up to which min_tokens bans stop tokens. 0: it bans none."""
+    end = seq.num_prompt_tokens + seq.request.params.min_tokens
+    has_some = seq.stop_ids and seq.grammar is None and len(seq.token_ids) < end
+    return end if has_some else 0
 
 
 def banned_now(entry: ScheduledSeq) -> list[int]:

@@ -8,7 +8,7 @@ decode          Every sequence decodes, and the batch state holds every input. G
                 ladder of batch sizes; without a graph that fits it runs eagerly.
 mixed           Prompts are computed, perhaps beside decodes. The inputs come with the step. It runs eagerly.
 captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
-                It runs eagerly if its layers have listeners and its graph does not record their events.
+                Listeners to layers are notified at the end of the graph.
 rehearsal       Made-up prompts, whose keys and values are not stored. It loads kernels, and measures the
                 memory and time of a step.
 

@@ -148,7 +148,8 @@ class WholeRowSampler:
             self.options.write_tokens(blocks_M.long(), tokens_M)
 
     def memory_is_new(self) -> None:
-        """To be called when the memory of the region has been released and taken again."""
+        """To be called when the memory of the region has been released and taken again, or when a step was
+        interrupted between two kernels."""
         self.options.counts_KV.zero_()
 
     def forget(self) -> None:

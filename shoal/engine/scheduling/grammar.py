@@ -1,6 +1,6 @@
 """`Grammars`: compiles grammars in the background (llguidance) and computes a step's bitmasks of allowed
 tokens. engine/grammar_admission.py keeps a sequence waiting until its grammar is ready;
-engine/runner/sampling.py applies the masks.
+engine/runner/whole_rows.py applies the masks.
 
 A matcher knows a sequence's output tokens and nothing else of it, so it outlives preemption. A sequence under
 a grammar is in lockstep: its next mask needs its last token. What a grammar is: text/grammar/structured.py.

@@ -419,6 +419,8 @@ class Scheduler:
                 continue  # its next token depends on a token that the host has not seen, or on its grammar
             end = start + num_tokens
             if len(seq.block_ids) * block_size < end and not self._grow(seq, end):
+                if seq.status is DECODE:
+                    continue  # it waits for blocks that come back; those after it may need none
                 break
             seq.num_computed = end
             seq.num_tokens = end + 1
@@ -534,7 +536,9 @@ class Scheduler:
             if num_tokens == 0:
                 break
             if not self.blocks.start(seq, found, num_cached):
-                break
+                if self.running:
+                    break
+                continue
             _remove(self.waiting, seq)
             seq.row = heapq.heappop(self._free_rows)
             insort(self.running, seq, key=_turn)

@@ -1,5 +1,6 @@
 """`Sequence`: the engine's state of one request.
-scheduler.py writes the fields, unless a field's comment names another writer.
+scheduler.py writes the fields, sequence_blocks.py those about blocks, unless a field's comment names
+another writer.
 
     num_tokens   [ prompt | outputs that the host has seen | pending ]
     token_ids    [ prompt | outputs that the host has seen ]
@@ -22,7 +23,8 @@ from shoal.hashing import root_key
 class SequenceStatus(enum.Enum):
     # New or preempted. It holds no row and no blocks.
     WAITING = enum.auto()
-    # It holds a row and blocks for all its tokens, and waits for some blocks to arrive from a lower tier.
+    # It holds a row and blocks for all its tokens, and waits for some blocks to arrive from a lower tier or
+    # another worker.
     FETCHING = enum.auto()
     # It holds a row and blocks for all its tokens. Some of these are still to be computed.
     PREFILL = enum.auto()
@@ -61,7 +63,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # error text, if the finish reason is ERROR
-    # The core writes these.
+    # The core and the parts of the engine write these.
     grammar: GrammarState | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it was added

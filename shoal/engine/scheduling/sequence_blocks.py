@@ -30,7 +30,8 @@ class SequenceBlocks:
 
     A sequence that waits has no blocks. From `start` to `release` it has blocks for all its tokens, in order,
     and `grow` adds those that a decode needs. This class writes the sequence's `block_ids`, `keys`,
-    `register_at`, `promised`, `fetch` and the counts of cached tokens, and no other field.
+    `register_at`, `promised`, `fetch`, `num_admissions` and the counts of cached tokens, and `num_computed`
+    where a start or a fetch brings computed blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -74,7 +75,7 @@ class SequenceBlocks:
         """Returns True if a waiting sequence cannot start now, as the blocks that it would take are not free.
         It looks at a few keys only, because the head of a blocked queue is asked in every step, and may have
         thousands of blocks."""
-        pool, num_blocks = self.pool, -(-seq.num_tokens // self.block_size) - (seq.tail is not None)
+        pool, num_blocks = self.pool, -(-seq.num_tokens // self.block_size)
         if num_blocks <= pool.num_free:
             return False
         if not self._looks_up(seq):
@@ -87,10 +88,10 @@ class SequenceBlocks:
         num_held = bisect_left(
             indices, True, key=lambda i: (block := pool.find(keys[i])) is None or not pool.is_held(block)
         )
-        if num_blocks - num_held <= pool.num_free:
-            return False
         num_found = bisect_left(indices, True, key=lambda i: pool.find(keys[i]) is None)
-        return not self.is_coming(seq, num_found)
+        if seq.tail is not None and self._follows(seq.tail, seq, num_found):
+            num_held += 1
+        return num_blocks - num_held > pool.num_free and not self.is_coming(seq, num_found)
 
     def is_coming(self, seq: Sequence, index: int) -> bool:
         """True if the sequence should wait for its block `index`, because another sequence computes or

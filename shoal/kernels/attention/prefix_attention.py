@@ -1,7 +1,7 @@
 """Cascade attention: keys that a decode group shares are read once, by tiles of many sequences' queries.
 
-Its other half is decode_kernel (attention.py), which works on each sequence's own keys at the same time and
-combines the results. The grid is fixed when a graph is captured. Groups are read on the device
+Its other half is decode_kernel (paged_attention.py), which works on each sequence's own keys at the same time
+and combines the results. The grid is fixed when a graph is captured. Groups are read on the device
 (kernels/state.py), where they may change with every step.
 
 Shapes: S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size; GROUP = H /

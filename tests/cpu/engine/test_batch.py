@@ -289,3 +289,19 @@ def test_more_sequences_leave_the_sizes_of_256_and_fewer_as_they_are():
     few, many = (DecodeGraphs(lambda _: None, decode_sizes(None, n), 9, nullcontext) for n in (256, 1024))
     for sizes, more in ((few.sizes, many.sizes), (few.sharing_sizes, many.sharing_sizes)):
         assert sizes == [size for size in more if size <= 256]
+
+
+def test_min_tokens_draws_again_only_while_a_stop_token_is_banned():
+    """Regression: every sample of a request with min_tokens was drawn twice, for the whole answer, even where
+    there was no token to ban."""
+    for eos, min_tokens, expected in (((), 3, [0] * 6), ((9,), 3, [1, 1, 1, 0, 0, 0]), ((9,), 0, [0] * 6)):
+        made = scheduler()
+        builder = BatchBuilder(StateLayout(4, 8), 4)
+        params = SamplingParams(max_tokens=6, min_tokens=min_tokens, ignore_eos=not eos)
+        made.add(Request("a", [1, 2, 3, 4, 5], params, eos_token_ids=eos))
+        found = []
+        while (plan := made.schedule()) is not None:
+            packed, _ = builder.build(plan)
+            found.append(int(packed[Header.NUM_WHOLE_ROWS]))
+            made.update(plan, [[7] for entry in plan.scheduled if entry.samples])
+        assert found == expected

@@ -954,3 +954,16 @@ def test_the_blocked_head_of_the_queue_is_not_matched_again_in_each_step(monkeyp
     assert len(looked_up) <= 5 * 24 and seq.num_admissions == 0
     monkeypatch.undo()
     assert len(run(s)["c"].output_token_ids) == 50 and seq.num_cached_tokens >= 3600
+
+
+def test_a_decode_that_needs_no_block_passes_one_that_waits_for_one():
+    """Regression: a decode for which no block could be freed kept all decodes after it from the step."""
+    s = make(num_blocks=5, enable_prefix_caching=False)
+    a, b = s.add(request("a", 8, max_tokens=6)), s.add(request("b", 5, max_tokens=6))
+    step(s)
+    lent = [*a.block_ids, *b.block_ids, *s.blocks.pool.free_blocks()]
+    s.blocks.hold(lent)
+    assert step(s) == [("b", 5, 1)]
+    s.blocks.unhold(lent)
+    assert {name for name, *_ in step(s)} == {"a", "b"}
+    run(s)

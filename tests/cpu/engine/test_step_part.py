@@ -265,6 +265,28 @@ def test_an_interrupt_starts_every_part_anew_and_the_engine_goes_on(build, monke
     assert llm.generate([PROMPT], GREEDY)[0].outputs[0].finish_reason == "length"
 
 
+def test_a_request_that_a_part_does_not_take_leaves_no_trace(build):
+    """Regression: its sequence stayed in the scheduler, ran, and ended a second time."""
+
+    class Refuses(StepPart):
+        def __init__(self, config, ranks, scheduler):
+            pass
+
+        def added(self, seq):
+            if seq.request.cache_salt == "refused":
+                raise ValueError("no")
+
+    core = build(Refuses).core
+    with pytest.raises(ValueError, match="no"):
+        core.add(Request("a", PROMPT, GREEDY, cache_salt="refused"))
+    assert not core.has_work and not core.scheduler.waiting
+    core.add(Request("a", PROMPT, GREEDY))
+    tokens = []
+    while core.has_work:
+        tokens += [token for output in core.step() for token in output.token_ids]
+    assert len(tokens) == COUNT
+
+
 def test_an_error_in_a_part_ends_the_engine(build):
     class Broken(StepPart):
         def before_schedule(self):

@@ -4,9 +4,11 @@ from collections import Counter
 
 import pytest
 
-from shoal.api import FinishReason, Request
+from shoal.api import KV_CACHE, WEIGHTS, FinishReason, Request
 from shoal.engine.peers.prefetches import HOLD_S, Prefetches
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.errors import RequestError
 from shoal.hashing import keys_with_tail
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_scheduler_fuzz import Device, History, Row, Trace, uninterrupted
@@ -247,7 +249,7 @@ def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler,
     elif way == "given back":
         assert scheduler.prefetches.give_back() and not scheduler.prefetches.give_back()
     elif way == "asleep":
-        scheduler.prefetches.before_sleep([])
+        scheduler.prefetches.before_sleep([KV_CACHE])
     else:
         scheduler.now += HOLD_S + 1
         assert scheduler.schedule() is None
@@ -459,7 +461,7 @@ class LentTrace(Trace):
             while self.under_way:
                 self.arrive_at(*self.under_way.pop(), 0)
             self.seen["sleeps"] += 1
-            self.scheduler.prefetches.before_sleep([])
+            self.scheduler.prefetches.before_sleep([KV_CACHE])
             self.scheduler.preempt_all()
             self.scheduler.reset_prefix_cache()
             self.device.slots = [None] * len(self.device.slots)
@@ -485,3 +487,48 @@ def test_whatever_others_lend_each_request_gets_the_tokens_of_an_undisturbed_run
         seen += trace.seen
     for name in ("tails fetched", "began as decodes", "holding", "preemptions", "sleeps", "dropped"):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
+
+
+def test_a_continuation_without_use_for_its_tail_lets_others_start(scheduler):
+    """Regression: a continuation that may not read the prefix cache counted on its tail's block, did not fit, and
+    kept all behind it waiting until the blocks were no longer held."""
+    scheduler = PrefetchingScheduler(
+        num_blocks=7, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=24
+    )
+    scheduler.blocks.sources.append(Elsewhere())
+    prompt = PROMPT[:13]
+    holding(scheduler, prompt=prompt)
+    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.add(request("d", prompt, continues="f", skip_reading_prefix_cache=True))
+    scheduler.add(request("small", [1], first=()))
+    started = set()
+    for _ in range(3):
+        started |= {name for names in planned(scheduler) for name, *_ in names}
+    assert "small" in started and "d" in started
+
+
+def test_the_id_of_a_prefetch_request_is_in_use_while_its_blocks_are_held(scheduler):
+    """Regression: a second request of that id was taken, and both ended under it."""
+    holding(scheduler)
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.prefetches.added(Sequence(ahead("f"), (9,), 64))
+
+
+def test_blocks_that_are_held_for_too_long_are_given_back_in_an_idle_engine(scheduler):
+    """Regression: only steps looked at the time, and an idle engine makes none."""
+    holding(scheduler)
+    assert scheduler.prefetches.tick() and scheduler.held == ["f"]
+    scheduler.now += HOLD_S + 1
+    assert not scheduler.prefetches.tick() and not scheduler.held
+    [ended] = scheduler.take_finished_outside()
+    assert ended.request.request_id == "f" and scheduler.blocks.pool.num_free == 20
+
+
+def test_a_pause_keeps_the_blocks_of_prefetch_requests(scheduler):
+    """Regression: a sleep at level 0, or of the weights alone, ended them."""
+    holding(scheduler)
+    for tags in ([], [WEIGHTS]):
+        scheduler.prefetches.before_sleep(tags)
+        assert scheduler.held == ["f"]
+    scheduler.prefetches.before_sleep([KV_CACHE])
+    assert not scheduler.held
