@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -353,15 +354,9 @@ class EngineCore:
             self.weights.update(files)
             return self
         another_model.check_possible(files, why, self.config, self.sleeper, self.weights)
-        config, files = self._given.for_model(source), dataclasses.replace(files, overrides={})
-        successor = another_model.built(
-            lambda: EngineCore(config, files, self, more_parts=self._more_parts),
-            (config, files),
-            self.config,
-            self.ranks,
-            self.sleeper,
-            self.parts,
-        )
+        model = self._given.for_model(source), dataclasses.replace(files, overrides={})
+        build = partial(EngineCore, *model, self, more_parts=self._more_parts)
+        successor = another_model.built(build, model, self.config, self.ranks, self.sleeper, self.parts)
         self._hand_over(successor)
         return successor
 

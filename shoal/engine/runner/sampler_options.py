@@ -81,7 +81,7 @@ class SamplerOptions:
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """What the samples of a state row need in addition to the row's fields."""
+    """The needs of a state row's samples beyond the row's fields."""
 
     whole_row: bool  # they are drawn from whole rows of logits in any case
     # They are changed by options up to the sample of this token, counted in the sequence. 0: there are none.
