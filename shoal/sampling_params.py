@@ -87,6 +87,9 @@ class StructuredOutputsParams:
     # True: objects have only the keys that their schema names, unless the schema allows others. None: the
     # default of structured_outputs_config.
     disable_additional_properties: bool | None = None
+    # Reasoning that precedes the constrained text: its opening mark, without which there is none ("": the
+    # prompt has the mark), its closing mark, and the text between that and the constrained one.
+    reasoning: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]

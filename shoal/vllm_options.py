@@ -508,8 +508,8 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "structured_outputs_config.enable_in_reasoning",
         OFF,
-        "a grammar applies to the whole answer of a request",
-        "leave it out: a grammar applies to the whole answer of a request",
+        "a grammar begins after the reasoning of an answer",
+        "leave it out: a grammar begins after the reasoning of an answer",
         "flag",
     ),
     *_refused("structured_outputs_config.reasoning_parser", ("",), "", "use --reasoning-parser {value}"),

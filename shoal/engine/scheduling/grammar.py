@@ -258,7 +258,7 @@ class Grammars:
         self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int], shows_special: bool
     ) -> Grammar:
         unnamed = self._unnamed(params) if shows_special else None
-        grammar_text = grammar_of(params, self._closes_objects, self._is_dense)
+        grammar_text = grammar_of(params, self._closes_objects, self._is_dense, token_of=self._token_of)
         matcher, first_seconds = self._compiled(grammar_text, unnamed is not None)
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead, unnamed)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
@@ -269,6 +269,10 @@ class Grammars:
             grammar.note_slow(first_seconds)
             grammar.begin_ahead()
         return grammar
+
+    def _token_of(self, text: str) -> int | None:
+        ids = self._loaded().encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 and ids[0] not in self._end_ids else None
 
     def _unnamed(self, params: StructuredOutputsParams) -> np.ndarray | None:
         """Returns the bits of the special tokens that the grammar does not name; None if it names none."""

@@ -145,7 +145,7 @@ async def create_message(exchange: Exchange) -> None:
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     spare_grammar(params, None)
     prompt = await _prompt(exchange, request, model, plan, params)
     form = AnswerFormat(
@@ -194,7 +194,7 @@ async def count_tokens(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     plan = _plan(exchange, request, model)
     params = SamplingParams(structured_outputs=_structured(exchange, request))
-    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
@@ -394,7 +394,7 @@ async def _prompt(
 ) -> Prompt:
     messages = _messages(exchange, request)
     mode = request.thinking.type if request.thinking is not None else "disabled"
-    thinks = mode != "disabled" and params.structured_outputs is None
+    thinks = mode != "disabled" and plan.thinks
     if thinks and mode not in THINKING:
         exchange.warn("thinking.type", f"thinking.type {mode!r:.60} is taken for 'adaptive'")
     if thinks and model.loaded.reasoning_parser == "none":

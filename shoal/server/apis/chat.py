@@ -100,7 +100,7 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     prompt = await _prompt(exchange, model, request, plan, params)
     is_plain = plan.mode == "none" and model.loaded.reasoning_parser == "none"
@@ -250,7 +250,7 @@ async def _prompt(
         add_special_tokens=request.add_special_tokens,
         documents=request.documents,
         variables=request.chat_template_kwargs,
-        thinking=thinking_of(request.reasoning_effort, params, request.thinking_token_budget),
+        thinking=thinking_of(request.reasoning_effort, plan, request.thinking_token_budget),
         must_fit=request.truncate_prompt_tokens is None,
         needs_tools=not plan.is_enforced,
     )

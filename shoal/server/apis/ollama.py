@@ -279,7 +279,7 @@ async def chat(exchange: Exchange) -> None:
     functions, _ = functions_among(exchange, request.tools)
     plan = plan_tools(functions, None, None, model.loaded.tool_call_parser)
     params = _params(request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     prompt = await _chat_prompt(request, model, messages, plan, params)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
@@ -301,8 +301,10 @@ async def generate(exchange: Exchange) -> None:
         return
     params, plan = _params(request, model), ToolPlan()
     if request.raw:
+        plan.thinks = params.structured_outputs is None
         [prompt] = await read_prompts(model, request.prompt, field="prompt")
     else:
+        plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
         messages = [{"role": "system", "content": request.system}] if request.system else []
         messages.append({"role": "user", "content": request.prompt})
         prompt = await _chat_prompt(request, model, messages, plan, params)
@@ -319,7 +321,7 @@ async def _chat_prompt(
     plan: ToolPlan,
     params: SamplingParams,
 ) -> Prompt:
-    think, thinking = request.think, thinking_of(None, params)
+    think, thinking = request.think, thinking_of(None, plan)
     if think and model.loaded.reasoning_parser == "none":
         raise ApiError(
             400,
@@ -333,8 +335,8 @@ async def _chat_prompt(
                 f"think must be true, false or one of {', '.join(EFFORTS)}, got {think!r:.40}; choose one",
                 param="think",
             )
-        thinking = thinking_of(think, params)
-    elif think is not None and params.structured_outputs is None:
+        thinking = thinking_of(think, plan)
+    elif think is not None and plan.thinks:
         thinking = Thinking(is_on=think)
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

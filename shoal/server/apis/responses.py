@@ -269,14 +269,14 @@ async def _prepared(
     exchange.names |= {"prompt": "input", "max_tokens": "max_output_tokens"}
     params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     effort = request.reasoning.effort if request.reasoning is not None else None
     messages = _messages(exchange, request)
     prompt = await model.chat_prompt(
         messages,
         tools=plan.tools,
-        thinking=thinking_of(effort, params, request.thinking_token_budget),
+        thinking=thinking_of(effort, plan, request.thinking_token_budget),
         needs_tools=not plan.is_enforced,
     )
     return plan, params, prompt

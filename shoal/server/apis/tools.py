@@ -40,7 +40,7 @@ from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.reading.reader import Expected, Reader
-from shoal.text.reading.thoughts import Start
+from shoal.text.reading.thoughts import Start, Thoughts
 from shoal.text.thinking import Thinking
 from shoal.text.thinking_budget import ThinkingBudget
 from shoal.text.tokenizer import Tokenizer
@@ -85,15 +85,18 @@ class ToolPlan:
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_limited: bool = False  # a call of any other tool counts as text
     structured: StructuredOutputsParams | None = None  # the grammar that enforces "required" and "named"
+    thinks: bool = True  # False: a grammar holds from the answer's first token on, so there is no reasoning
 
     @property
     def is_enforced(self) -> bool:
         """True if a grammar makes the answer a call, even if the model does not know the tools."""
         return self.mode in ("required", "named")
 
-    def constrain(self, params: SamplingParams, parser: str, names: dict[str, str]) -> None:
-        """Sets the request's grammar to the plan's, combined with the format that the request has. parser:
-        the model's. names: see Exchange."""
+    def constrain(
+        self, params: SamplingParams, parser: str, reasoning_parser: str, names: dict[str, str]
+    ) -> None:
+        """Sets the request's grammar to the plan's, combined with the format that the request has. parser,
+        reasoning_parser: the model's. names: see Exchange."""
         form = params.structured_outputs
         if self.mode == "auto":
             if self.schemas and form is not None and (form.json is not None or form.json_object):
@@ -102,6 +105,12 @@ class ToolPlan:
             closes = form.disable_additional_properties if form is not None else None
             params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
             names["structured_outputs"] = names.get("tools", "tools")
+        thoughts = THOUGHTS_BY_NAME.get(reasoning_parser)
+        self.thinks = params.structured_outputs is None or (
+            thoughts is not None
+            and thoughts.turn is not None
+            and (not self.is_enforced or (thoughts.turn == "" and bool(form_of(parser).syntaxes)))
+        )
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
         """Returns a grammar for either calls in the parser's format or JSON of `form`; for JSON alone if the
@@ -228,12 +237,9 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
     )
 
 
-def thinking_of(effort: str | None, params: SamplingParams, budget: int | None = None) -> Thinking:
-    """Returns what a request with this effort, in OpenAI's words, says about thinking.
-
-    A grammar holds from the first token on, so thinking is disabled with it.
-    """
-    if params.structured_outputs is not None:
+def thinking_of(effort: str | None, plan: ToolPlan, budget: int | None = None) -> Thinking:
+    """Returns what a request with this effort, in OpenAI's words, says about thinking."""
+    if not plan.thinks:
         return Thinking(is_on=False, effort=effort)
     return Thinking.of_effort(effort, budget)
 
@@ -257,7 +263,7 @@ class AnswerFormat:
         prompt: str,
         params: SamplingParams,
     ) -> None:
-        """An answer with a grammar has no reasoning: the grammar holds from the first token on."""
+        """The grammar of the request begins after the reasoning, if there is any."""
         self.plan = plan
         if plan.mode != "none" or reasoning_parser != "none":
             params.skip_special_tokens = False  # many models mark the tags of calls and reasoning as special
@@ -265,7 +271,7 @@ class AnswerFormat:
         if plan.is_enforced and not form_of(tool_call_parser).syntaxes:
             is_named = plan.mode == "named"
             self._form = NamedCall(self._form, plan.name) if is_named else ListedCalls(self._form)
-        thoughts = None if params.structured_outputs is not None else THOUGHTS_BY_NAME.get(reasoning_parser)
+        thoughts = THOUGHTS_BY_NAME.get(reasoning_parser) if plan.thinks else None
         self._expected = Expected(
             plan.schemas,
             plan.schemas if plan.is_limited else None,
@@ -273,6 +279,18 @@ class AnswerFormat:
             thoughts=thoughts,
             start=Start.UNKNOWN if thoughts is None else thoughts.start_of(prompt),
         )
+        if params.structured_outputs is not None and thoughts is not None:
+            self._let_think(params, params.structured_outputs, thoughts)
+
+    def _let_think(
+        self, params: SamplingParams, structured: StructuredOutputsParams, thoughts: Thoughts
+    ) -> None:
+        """Lets reasoning precede what the grammar constrains."""
+        gap = thoughts.forced.removeprefix(thoughts.close)
+        start = self._expected.start
+        if start is not Start.BEHIND:
+            begin = thoughts.open if start is Start.UNKNOWN else ""
+            params.structured_outputs = replace(structured, reasoning=(begin, thoughts.close, gap))
 
     def budget(self, limit: int | None, tokenizer: Tokenizer | None) -> ThinkingBudget | None:
         """Returns the budget of `limit` tokens for the answers' reasoning. None: no limit, or no

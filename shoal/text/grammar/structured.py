@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import re
 import threading
@@ -61,12 +62,14 @@ def grammar_of(
     closes_objects: bool = True,
     is_dense: bool = False,
     left_out: list[str] | None = None,
+    token_of: Callable[[str], int | None] | None = None,
 ) -> str:
     """Returns the specification in llguidance's form, within bounds and before compilation, and adds the
     constraints that the grammar lacks to `left_out`. Raises RequestError.
 
-    With `closes_objects`, an object of a JSON schema has no other keys than the schema names. With
-    `is_dense`, JSON has no white space between its tokens. `params` may say otherwise.
+    token_of: returns the token that is a whole text, or None. With `closes_objects`, an object of a JSON
+    schema has no other keys than the schema names. With `is_dense`, JSON has no white space between its
+    tokens. `params` may say otherwise.
     """
     kind = _kind(params)
     if is_dense and params.disable_any_whitespace is None and params.whitespace_pattern is None:
@@ -83,7 +86,38 @@ def grammar_of(
         ) from None
     if left_out is not None:
         left_out += schemas.left_out
-    return grammar
+    if params.reasoning is None:
+        return grammar
+    begin, close, gap = params.reasoning
+    # A weak model would spell the mark where it means a call with the same first character.
+    opening = token_of(begin) if token_of is not None and begin else None
+    return _after_reasoning(
+        grammar, f"<[{opening}]>" if opening is not None else lark_text(begin) if begin else "", close, gap
+    )
+
+
+def _after_reasoning(grammar: str, begin: str, close: str, gap: str) -> str:
+    """Returns a grammar of reasoning, which may contain any text but its closing mark, and `grammar`. begin:
+    Lark of the opening mark."""
+    space = "/[ \\t\\r\\n]{1,4}/"
+    thoughts = f"THOUGHTS {lark_text(gap) if gap else ''} SPACE?"
+    if begin:
+        thoughts = f"(SPACE? {begin} {thoughts})?"
+    rules = [f"start: reasoning @constrained\nreasoning: {thoughts}", f"SPACE: {space}"]
+    end = _pattern(close)
+    text = f"/(?s:.*){end}/ & ~/(?s:.*){end}(?s:.+)/"
+    if gap:  # its first mark begins a message, so it is in no reasoning
+        text += f" & ~/(?s:.*){_pattern(gap[: gap.find('>') + 1])}(?s:.*)/"
+    rules.append(f"THOUGHTS: {text}")
+    if not grammar.lstrip().startswith("{"):
+        grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
+    [own] = json.loads(grammar)["grammars"]
+    parts = [{"lark_grammar": "\n".join(rules)}, {**own, "name": "constrained"}]
+    return json.dumps({"grammars": parts}, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    return "".join(f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) -> str:
@@ -107,7 +141,7 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
 def texts_of(params: StructuredOutputsParams) -> str:
     """Returns the texts of a specification, without their backslashes before signs, for a search."""
     found: list[str] = []
-    todo: list[object] = [getattr(params, _kind(params))]
+    todo: list[object] = [getattr(params, _kind(params)), params.reasoning]
     while todo:
         value = todo.pop()
         if isinstance(value, str):

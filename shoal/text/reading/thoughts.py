@@ -34,7 +34,9 @@ class Thoughts:
 
     name: vLLM's name of its parser. signs: texts of chat templates with these marks. anywhere: reasoning may
     begin later than the answer does, because no words contain the marks. forced: the text that a budget
-    appends to end reasoning, so that the answer comes next; "": `close`.
+    appends to end reasoning, so that the answer comes next; "": `close`. turn: the text between reasoning and
+    the next message. A grammar of calls follows reasoning only where it is empty, as the head of a message
+    may begin either. None: no grammar follows reasoning.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Thoughts:
     signs: tuple[str, ...]
     anywhere: bool = False
     forced: str = ""
+    turn: str | None = ""
 
     def start_of(self, prompt: str) -> Start:
         """Returns where an answer to this prompt begins."""
@@ -72,9 +75,16 @@ HARMONY = Thoughts(
     (),
     anywhere=True,
     forced="<|end|><|start|>assistant<|channel|>final<|message|>",
+    turn="<|start|>assistant",
 )
 TO_SELF = Thoughts(
-    "muse_glimmer", " to=self<|message|>", "<|eom|>", (), anywhere=True, forced="<|eom|><|start|>assistant"
+    "muse_glimmer",
+    " to=self<|message|>",
+    "<|eom|>",
+    (),
+    anywhere=True,
+    forced="<|eom|><|start|>assistant",
+    turn=None,
 )
 THINK_OPEN_SOURCE = Thoughts("hy_v3", "<think:opensource>", "</think:opensource>", (":opensource",))
 SENTENCES = Thoughts(

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as Backend
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.server.apis.tools import whole
-from shoal.text.formats.registry import FORMATS
+from shoal.text.formats.registry import BY_NAME, FORMATS
 from shoal.text.grammar.call_grammar import call_grammar
 from shoal.text.reading.reader import Expected, Reader
-from shoal.text.reading.thoughts import Start
+from shoal.text.reading.thoughts import BRACKETS, THINK, Start
 from shoal.text.tokenizer import Tokenizer
 
 SHORT, DIGIT = {"type": "string", "maxLength": 5}, {"type": "integer", "minimum": -9, "maximum": 12}
@@ -68,7 +68,7 @@ MARKS = (
     "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜", "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
-    "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
     "<minimax:tool_call>", "</minimax:tool_call>", "<|im_start|>",
 )  # fmt: skip
 CONSTRAINED = [form for form in FORMATS if form.syntaxes]
@@ -90,10 +90,10 @@ def grammars(tokenizer):
     return Grammars(lambda: tokenizer, len(tokenizer), tokenizer.eos_token_ids)
 
 
-def written(grammars, tokenizer, text, number, most=4000):
+def written(grammars, tokenizer, text, number, reasoning=None, most=6000):
     """Returns a text that a sampler writes which draws each token that the grammar allows with the same
     probability."""
-    grammar = grammars.start(StructuredOutputsParams(grammar=text), (), True).result()
+    grammar = grammars.start(StructuredOutputsParams(grammar=text, reasoning=reasoning), (), True).result()
     drawn, ids = random.Random(number), []
     row = SimpleNamespace(grammar=grammar, allowed=None, banned=None)
     while not grammar.ended:
@@ -104,8 +104,8 @@ def written(grammars, tokenizer, text, number, most=4000):
     return tokenizer.decode(ids[:-1], skip_special_tokens=False)
 
 
-def read(form, text):
-    expected = Expected(SCHEMAS, None, takes_calls=True, thoughts=None, start=Start.UNKNOWN)
+def read(form, text, thoughts=None):
+    expected = Expected(SCHEMAS, None, takes_calls=True, thoughts=thoughts, start=Start.UNKNOWN)
     return whole(Reader(form, expected, True).push(text, "stop"))
 
 
@@ -134,3 +134,18 @@ def test_several_calls_are_read(form, grammars, tokenizer):
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
     assert len(lengths) > 1 or form.syntaxes[0].is_single
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "openai"])
+def test_calls_follow_the_reasoning(name, grammars, tokenizer):
+    form = BY_NAME[name]
+    thoughts = form.thoughts or (BRACKETS if name == "mistral" else THINK)
+    reasoning = (thoughts.open, thoughts.close, thoughts.turn)
+    schemas, num_thoughts = {"numbers": SCHEMAS["numbers"]}, 0
+    for number in range(16):
+        text = written(grammars, tokenizer, call_grammar(form.syntaxes, schemas, False), number, reasoning)
+        answer = read(form, text, thoughts)
+        assert len(answer.calls) == 1 and not answer.content.strip(), text
+        num_thoughts += bool(answer.reasoning)
+        jsonschema.validate(json.loads(answer.calls[0].arguments), SCHEMAS["numbers"])
+    assert num_thoughts

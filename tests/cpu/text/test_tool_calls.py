@@ -122,7 +122,35 @@ def test_required_calls_are_in_the_familys_syntax(served, client):
     assert shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
     assert streamed(client, tools=[TOOL, OTHER], tool_choice="required") == ("", "", expected, "tool_calls")
     check(served.last_request().params.structured_outputs)
-    assert "<think>\n\n</think>" in served.last_prompt()  # a grammar leaves no room for thoughts
+    assert "<think>\n\n</think>" not in served.last_prompt()
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(tools=[TOOL], tool_choice="required"), "CALL"),
+        (dict(tools=[TOOL], tool_choice=NAMED), "CALL"),
+        (dict(response_format={"type": "json_object"}), '{"age": 3}'),
+        (dict(extra_body={"structured_outputs": {"regex": "[ab]+"}}), "abba"),
+        (dict(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}), "no"),
+    ],
+)
+def test_a_grammar_begins_after_the_reasoning(served, client, options, text):
+    """Regression: a grammar switched reasoning off."""
+    text = CALL if text == "CALL" else text
+    served.say(f"<think>\nHm, <tool_call>?\n</think>\n\n{text}")
+    message = ask(client, **options).choices[0].message
+    assert message.reasoning == "Hm, <tool_call>?"
+    assert message.tool_calls if text == CALL else message.content == text
+    params = served.last_request().params
+    for accepted in (text, f"<think>\nHm.\n</think>\n\n{text}", f"\n<think></think>{text}"):
+        assert can_write(accepted, params), accepted
+    for refused in (f"<think>{text}", f"<think>a</think>c{text}", f"Hm.</think>{text}", "<think>a</think>"):
+        assert not can_write(refused, params), refused
+    ask(client, reasoning_effort="none", **options)
+    assert "<think>\n\n</think>" in served.last_prompt()
+    params = served.last_request().params
+    assert can_write(text, params) and not can_write(f"<think>a</think>{text}", params)
 
 
 def test_thoughts_come_first_and_calls_after(served, client):
@@ -253,7 +281,7 @@ def test_schemas_of_required_calls_keep_their_references():
     assert schema["maxItems"] == 1
     assert schema["$defs"]["weather"]["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
     params = SamplingParams()
-    plan.constrain(params, "none", {})
+    plan.constrain(params, "none", "none", {})
     check(params.structured_outputs)
 
 
@@ -384,7 +412,7 @@ def test_beside_a_format_a_choice_of_calls_wins_and_none_leaves_the_format(serve
 def test_beside_a_format_llamas_calls_may_be_written():
     text = json.dumps(PERSON["json_schema"]["schema"])
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
-    plan_tools([TOOL, OTHER], None, None, "llama3_json").constrain(params, "llama3_json", {})
+    plan_tools([TOOL, OTHER], None, None, "llama3_json").constrain(params, "llama3_json", "none", {})
     call = '{"name": "weather", "parameters": {"city": "Rome"}}'
     assert can_write(call, params)
     assert can_write(f"{call}; {call}", params)
