@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
-from shoal.engine import core as core_module
+from shoal.engine import build_parts
 from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.process.core_main import _build
 from shoal.engine.scheduling import grammar
@@ -624,7 +624,7 @@ def test_an_engine_of_a_server_has_the_tokens_table_before_its_first_request(
             raise ValueError("tokenizer.json is damaged")
         return load_tokenizer(files, tokenizer)
 
-    monkeypatch.setattr(core_module, "load_tokenizer", load)
+    monkeypatch.setattr(build_parts, "load_tokenizer", load)
     config = EngineConfig.from_options(model=str(tiny.write_model(root, "qwen3")), **engine_options)
     core, _ = _build(Start(config))
     gc.unfreeze()
