@@ -3,7 +3,8 @@ answer.
 
 `tool_choice` means the same as in OpenAI's API and vLLM:
 
-- "auto": the model decides. Calls are found in its text, in the format of the model's chat template.
+- "auto": the model decides. Calls are found in its text, in the format of the model's chat template. If a
+  tool is strict, a grammar holds from the mark that begins a call to its end.
 - "none": there are no calls. The tools are left out of the prompt, so that nothing invites one.
 - "required": the answer is one or more calls, by a grammar.
 - a function: the answer is a call of this function, by a grammar. The finish reason stays "stop", where the
@@ -35,7 +36,7 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
-from shoal.text.grammar.call_grammar import call_grammar, call_schema
+from shoal.text.grammar.call_grammar import call_grammar, call_schema, text_and_calls
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta, Part
@@ -84,6 +85,7 @@ class ToolPlan:
     # The arguments' schema of each tool that may be called, by the tool's name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_limited: bool = False  # a call of any other tool counts as text
+    is_strict: bool = False  # a call that the model decides to make follows its schema
     structured: StructuredOutputsParams | None = None  # the grammar that enforces "required" and "named"
     thinks: bool = True  # False: a grammar holds from the answer's first token on, so there is no reasoning
 
@@ -101,6 +103,12 @@ class ToolPlan:
         if self.mode == "auto":
             if self.schemas and form is not None and (form.json is not None or form.json_object):
                 params.structured_outputs = self._call_or(form, parser)
+            elif self.is_strict and form is None:
+                written = form_of(parser)
+                tag = text_and_calls(written.syntaxes, self.schemas, self.parallel, written.openings)
+                if written.syntaxes and tag is not None:
+                    params.structured_outputs = StructuredOutputsParams(structural_tag=tag)
+                    names["structured_outputs"] = names.get("tools", "tools")
         elif self.structured is not None:
             closes = form.disable_additional_properties if form is not None else None
             params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
@@ -197,7 +205,8 @@ def plan_tools(
             "choose a function, 'required' or 'none'",
             field="tool_choice",
         )
-    return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited)
+    is_strict = any(tool["function"].get("strict") is True for tool in tools)
+    return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited, is_strict=is_strict)
 
 
 def _allowed(
@@ -290,6 +299,12 @@ class AnswerFormat:
         start = self._expected.start
         if start is not Start.BEHIND:
             begin = thoughts.open if start is Start.UNKNOWN else ""
+            if begin and self.plan.mode == "auto" and isinstance(tag := structured.structural_tag, dict):
+                # Free text would otherwise take the mark, and with it calls that the reasoning quotes.
+                form = tag["format"]
+                if "excludes" in form:
+                    form = {**form, "excludes": [*form["excludes"], begin]}
+                    structured = replace(structured, structural_tag={**tag, "format": form})
             params.structured_outputs = replace(structured, reasoning=(begin, thoughts.close, gap))
 
     def budget(self, limit: int | None, tokenizer: Tokenizer | None) -> ThinkingBudget | None:

@@ -34,6 +34,31 @@ def call_grammar(
     return _Writer(schemas).text(syntaxes, many, opening)
 
 
+def text_and_calls(
+    syntaxes: Sequence[CallSyntax], schemas: Mapping[str, dict[str, Any]], many: bool, openings: Sequence[str]
+) -> dict[str, Any] | None:
+    """Returns a structural tag for free text in which a mark of `openings` begins calls; None for a family
+    whose calls begin without a mark. many: there may be several calls."""
+    tags = []
+    for syntax in syntaxes:
+        text = syntax.begin + syntax.before
+        opening = next((mark for mark in openings if text.startswith(mark)), None)
+        if opening is None:
+            return None
+        # Calls without a text around all of them begin one by one.
+        grammar = call_grammar([syntax], schemas, many and bool(syntax.begin), opening)
+        tags.append({"begin": opening, "content": {"type": "grammar", "grammar": grammar}, "end": ""})
+    triggers = list(dict.fromkeys(tag["begin"] for tag in tags))
+    form = {
+        "type": "triggered_tags",
+        "triggers": triggers,
+        "tags": tags,
+        "excludes": [mark for mark in openings if not any(mark in trigger for trigger in triggers)],
+        "stop_after_first": not many,
+    }
+    return {"type": "structural_tag", "format": form}
+
+
 class _Writer:
     def __init__(self, schemas: Mapping[str, dict[str, Any]]) -> None:
         self._schemas = schemas

@@ -89,21 +89,23 @@ def grammar_of(
     if params.reasoning is None:
         return grammar
     begin, close, gap = params.reasoning
-    # A weak model would spell the mark where it means a call with the same first character.
-    opening = token_of(begin) if token_of is not None and begin else None
-    return _after_reasoning(
-        grammar, f"<[{opening}]>" if opening is not None else lark_text(begin) if begin else "", close, gap
-    )
+    # A weak model would spell the mark where it means a call with the same first character. Free text, which
+    # a structural tag may begin with, is told apart from a spelled mark only.
+    token_id = None
+    if begin and token_of is not None and kind != "structural_tag":
+        token_id = token_of(begin)
+    return _after_reasoning(grammar, begin, close, gap, token_id)
 
 
-def _after_reasoning(grammar: str, begin: str, close: str, gap: str) -> str:
-    """Returns a grammar of reasoning, which may contain any text but its closing mark, and `grammar`. begin:
-    Lark of the opening mark."""
-    space = "/[ \\t\\r\\n]{1,4}/"
+def _after_reasoning(grammar: str, begin: str, close: str, gap: str, token_id: int | None) -> str:
+    """Returns a grammar of reasoning, which may contain any text but its closing mark, and `grammar`.
+    token_id: the token that is the whole opening mark."""
+    space = "[ \\t\\r\\n]"
     thoughts = f"THOUGHTS {lark_text(gap) if gap else ''} SPACE?"
     if begin:
-        thoughts = f"(SPACE? {begin} {thoughts})?"
-    rules = [f"start: reasoning @constrained\nreasoning: {thoughts}", f"SPACE: {space}"]
+        opening = f"/{space}{{0,4}}{_pattern(begin)}/" if token_id is None else f"SPACE? <[{token_id}]>"
+        thoughts = f"({opening} {thoughts})?"
+    rules = [f"start: reasoning @constrained\nreasoning: {thoughts}", f"SPACE: /{space}{{1,4}}/"]
     end = _pattern(close)
     text = f"/(?s:.*){end}/ & ~/(?s:.*){end}(?s:.+)/"
     if gap:  # its first mark begins a message, so it is in no reasoning

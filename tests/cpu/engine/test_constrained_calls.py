@@ -15,7 +15,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.server.apis.tools import whole
 from shoal.text.formats.registry import BY_NAME, FORMATS
-from shoal.text.grammar.call_grammar import call_grammar
+from shoal.text.grammar.call_grammar import call_grammar, text_and_calls
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import BRACKETS, THINK, Start
 from shoal.text.tokenizer import Tokenizer
@@ -93,7 +93,8 @@ def grammars(tokenizer):
 def written(grammars, tokenizer, text, number, reasoning=None, most=6000):
     """Returns a text that a sampler writes which draws each token that the grammar allows with the same
     probability."""
-    grammar = grammars.start(StructuredOutputsParams(grammar=text, reasoning=reasoning), (), True).result()
+    given = {"grammar": text} if isinstance(text, str) else {"structural_tag": text}
+    grammar = grammars.start(StructuredOutputsParams(**given, reasoning=reasoning), (), True).result()
     drawn, ids = random.Random(number), []
     row = SimpleNamespace(grammar=grammar, allowed=None, banned=None)
     while not grammar.ended:
@@ -149,3 +150,22 @@ def test_calls_follow_the_reasoning(name, grammars, tokenizer):
         num_thoughts += bool(answer.reasoning)
         jsonschema.validate(json.loads(answer.calls[0].arguments), SCHEMAS["numbers"])
     assert num_thoughts
+
+
+@pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
+def test_calls_that_the_model_decides_to_make_fit_their_schema(form, grammars, tokenizer):
+    schemas = {name: SCHEMAS[name] for name in ("ping", "numbers")}
+    tag = text_and_calls(form.syntaxes, schemas, True, form.openings)
+    if form.name in ("openai", "llama3_json"):
+        assert tag is None  # no mark begins a call
+        return
+    num_calls = 0
+    for number in range(12):
+        text = written(grammars, tokenizer, tag, number)
+        answer = read(form, text)
+        assert not any(mark in answer.content for mark in form.openings), text
+        num_calls += len(answer.calls)
+        for call in answer.calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    triggers = tag["format"]["triggers"]
+    assert num_calls or all(len(tokenizer.encode(mark, add_special_tokens=False)) > 1 for mark in triggers)

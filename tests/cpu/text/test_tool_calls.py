@@ -125,6 +125,28 @@ def test_required_calls_are_in_the_familys_syntax(served, client):
     assert "<think>\n\n</think>" not in served.last_prompt()
 
 
+def test_with_strict_tools_the_grammar_begins_at_a_calls_mark(served, client):
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    served.say(f"I ask.\n{CALL}")
+    choice = ask(client, tools=[strict, OTHER]).choices[0]
+    assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')]
+    params = served.last_request().params
+    for text in (
+        "Hello {",
+        f"I ask.\n{CALL}",
+        f"{CALL}\n{NOW}",
+        f"<think>a <tool_call> b</think>{CALL} Done.",
+    ):
+        assert can_write(text, params), text
+    for text in (CALL.replace("Rome", "Oslo"), "a <tool_call> b", f"{CALL}{CALL.replace('weather', 'x')}"):
+        assert not can_write(text, params), text
+    ask(client, tools=[strict], parallel_tool_calls=False)
+    assert can_write(CALL, served.last_request().params)
+    assert not can_write(f"{CALL}\n{CALL}", served.last_request().params)
+    ask(client, tools=[TOOL])
+    assert served.last_request().params.structured_outputs is None
+
+
 @pytest.mark.parametrize(
     "options, text",
     [
