@@ -135,7 +135,7 @@ class _Writer:
         return _joined("", f"({' | '.join(found)})", syntax.after)
 
     def _json(self, schema: Any) -> str:
-        return self._named("%json " + json.dumps(schema, ensure_ascii=False))
+        return self._named("%json " + json.dumps(_undescribed(schema), ensure_ascii=False))
 
     def _text(self, syntax: TaggedArgument, schema: dict[str, Any]) -> str:
         """Adds a terminal for a text and its closing tag, which is nowhere else in it."""
@@ -251,6 +251,19 @@ def _as_document(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]
 
 def _without(schema: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in names}
+
+
+def _undescribed(schema: Any) -> Any:
+    """Returns a copy of a schema without descriptions, which are most of its bounded size."""
+    if isinstance(schema, list):
+        return [_undescribed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in VALUES else _undescribed(value)
+        for key, value in schema.items()
+        if not (key in ("description", "title") and isinstance(value, str))
+    }
 
 
 def _without_text(schema: Any, text: str) -> Any:
