@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.kv.layout import CacheSpec, Layout, LayoutError, SharedHeads, contiguous_strides, shared_heads
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, RopeConfig
 
 QWEN = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16, num_blocks=10)
 
@@ -73,11 +73,10 @@ def test_a_spec_crosses_a_process_and_what_comes_is_checked():
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16, 32])
 def test_ranks_hold_the_heads_that_the_model_gives_them(tp_size):
-    model = ModelConfig.__new__(ModelConfig)
-    object.__setattr__(model, "num_kv_heads", 8)
-    replicas = model.kv_head_replicas(tp_size)
+    attention = AttentionKind(32, 8, 128, 128**-0.5, RopeConfig(10000.0))
+    replicas = attention.kv_head_replicas(tp_size)
     for spec in ranks(tp_size):
-        assert spec.heads == model.kv_heads_per_rank(tp_size)
+        assert spec.heads == attention.kv_heads_per_rank(tp_size)
         assert spec.first_head == spec.tp_rank // replicas * spec.heads
 
 

@@ -3,7 +3,7 @@
 Each load is made from a fixed seed and run through the scheduler alone, or through a whole engine on the
 CPU. recorded/replay.json has a digest of every step (rows, positions and token counts, in order) and the
 greedy tokens. A commit that means to change a schedule says so and records the loads again:
-`python -m tests.cpu.engine.test_replay`.
+`python -m tests.cpu.engine.test_recorded_schedules`.
 """
 
 import hashlib
