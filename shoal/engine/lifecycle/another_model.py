@@ -14,7 +14,7 @@ from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.ranks.ranks import Ranks
-from shoal.engine.step_part import Parts
+from shoal.engine.step_part import Parts, StepPart
 from shoal.errors import CheckpointError, ConfigError, ShoalError, UnavailableError, UserError
 from shoal.text.tokenizer import load_tokenizer
 from shoal.weights.source import CheckpointFiles
@@ -58,14 +58,16 @@ def room_made(ranks: Ranks, sleeper: Sleeper, parts: Parts) -> Iterator[None]:
     """Inside, the engine holds no memory that another one needs. If what runs in here fails, the engine has
     its host memory again, and it sleeps."""
     sleeper.sleep(2, None, "keep")
+    given: list[StepPart] = []
     try:
         for part in parts:
             part.give_memory_back()
+            given.append(part)
         yield
     except BaseException:
         ranks.use_threads()
         try:
-            for part in parts:
+            for part in given:
                 part.take_memory()
         except (ShoalError, RuntimeError) as error:
             raise ranks.failed(error) from None

@@ -5,11 +5,13 @@ import inspect
 import textwrap
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.api import Request
+from shoal.engine.lifecycle import another_model
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -285,6 +287,20 @@ def test_a_request_that_a_part_does_not_take_leaves_no_trace(build):
     while core.has_work:
         tokens += [token for output in core.step() for token in output.token_ids]
     assert len(tokens) == COUNT
+
+
+def test_only_parts_that_gave_their_memory_back_take_it_again():
+    """Regression: a part that failed to give its memory back was told to take it again."""
+
+    class Fails(Recorder):
+        def give_memory_back(self):
+            raise OSError("no")
+
+    first, second = Recorder(), Fails()
+    machine = SimpleNamespace(use_threads=lambda: None), SimpleNamespace(sleep=lambda *_: None)
+    with pytest.raises(OSError, match="no"), another_model.room_made(*machine, [first, second]):
+        pytest.fail("there is no room")
+    assert first.calls == ["give_memory_back", "take_memory"] and not second.calls
 
 
 def test_an_error_in_a_part_ends_the_engine(build):
