@@ -44,7 +44,7 @@ class StepLoop:
             f"more than {RING - 2} steps in flight: tokens would be overwritten before they are read"
         )
         self._in_flight: deque[InFlight] = deque()
-        self._late: list[Output] = []  # outputs of the steps that `drain` completed
+        self._late: list[Output] = []  # outputs of drained steps, and of a step that was interrupted
         self.builder = self._new_builder()
 
     @property

@@ -98,7 +98,7 @@ def start_options(
     needs_whole = params.structured_outputs is not None or (
         splits_sampling and needs_whole_row(params.temperature, params.top_k, params.top_p, params.min_p)
     )
-    if (found := options_of(seq)) is None:
+    if (found := _options_of(seq)) is None:
         return RowNeeds(needs_whole, 0)
     tokens = seq.token_ids if found[0][Option.READS_HISTORY] else []
     blocks = seq.block_ids[: -(-len(tokens) // block_size)]
@@ -117,11 +117,11 @@ def sample_options(entry: ScheduledSeq, sample: int, options: SamplerOptions) ->
     if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
         options.filtered.append(sample)
     if entry.seq.grammar is not None:
-        banned = banned_now(entry)
+        banned = _banned_now(entry)
         options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
 
 
-def options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
+def _options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns a sequence's options, fields and lists. None: it has none. The mask of a grammar holds what is
     banned and allowed, too, so that tokens remain that fit all of them."""
     request, params = seq.request, seq.request.params
@@ -154,7 +154,7 @@ def _min_end(seq: Sequence) -> int:
     return end if has_some else 0
 
 
-def banned_now(entry: ScheduledSeq) -> list[int]:
+def _banned_now(entry: ScheduledSeq) -> list[int]:
     """Returns the tokens that min_tokens and bad words ban from a sequence's next sample."""
     seq, request, banned = entry.seq, entry.seq.request, list[int]()
     if entry.start + entry.num_tokens - seq.num_prompt_tokens < request.params.min_tokens:

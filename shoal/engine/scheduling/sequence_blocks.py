@@ -107,9 +107,7 @@ class SequenceBlocks:
         key = seq.keys[index]
         num_promises, fetch = self._promised.get(key, 0), self._arriving.get(key)
         if fetch is not None:
-            middle = (
-                index + (fetch.num_full + 1) // 2 - 1
-            )  # the last of the blocks that are half of the fetch
+            middle = index + (fetch.num_full + 1) // 2 - 1  # the block that makes it half of the fetch
             is_within = middle < min(end, fetch.start + fetch.num_full)
             if is_within and seq.keys[middle] == fetch.keys[middle - fetch.start]:
                 return True
