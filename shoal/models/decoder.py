@@ -19,8 +19,9 @@ from shoal.layers.experts import Experts
 from shoal.layers.matrix import Holding, MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, ModelConfig
-from shoal.models.layer import build_layer
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.models.layer import DecoderLayer
+from shoal.models.registry import BY_NAME
 from shoal.models.rope import rope_frequencies
 
 AfterLayer = Callable[[int], None]  # takes the index of a layer
@@ -140,3 +141,13 @@ def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)
     )
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor
+
+
+def build_layer(
+    config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+) -> nn.Module:
+    """A layer of this kind, of the class that its architecture names. Such a class has the constructor and
+    the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
+    own_class = BY_NAME[config.architecture].layer_class
+    layer_class = DecoderLayer if own_class is None else own_class()
+    return layer_class(config, kind, tp, ops, backends)

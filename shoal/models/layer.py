@@ -1,4 +1,4 @@
-"""DecoderLayer: the decoder layer of the Llama line, and the building of any architecture's layer."""
+"""DecoderLayer: the decoder layer of the Llama line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.registry import BY_NAME
-
-
-def build_layer(
-    config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
-) -> nn.Module:
-    """A layer of this kind, of the class that its architecture names. Such a class has the constructor and
-    the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
-    own_class = BY_NAME[config.architecture].layer_class
-    layer_class = DecoderLayer if own_class is None else own_class()
-    return layer_class(config, kind, tp, ops, backends)
 
 
 class DecoderLayer(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.models import granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe
 from shoal.models.architecture import Architecture
+from shoal.models.families import granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     llama.ARCHITECTURE,

@@ -22,8 +22,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.decoder import Decoder
-from shoal.models.layer import build_layer
+from shoal.models.decoder import Decoder, build_layer
 from shoal.models.loading import checkpoint_tensors
 
 # In plain PyTorch, as nothing is to be compiled for modules whose shapes alone are read.

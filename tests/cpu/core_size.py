@@ -46,7 +46,13 @@ STOPS: dict[str, tuple[str, ...]] = {
         "engine/runner/sampling.py",
         "engine/runner/steps.py",
     ),
-    "model": ("model_config.py", "models/decoder.py", "models/layer.py", "models/qwen3.py", "models/rope.py"),
+    "model": (
+        "model_config.py",
+        "models/decoder.py",
+        "models/layer.py",
+        "models/families/qwen3.py",
+        "models/rope.py",
+    ),
     "layers": (
         "layers/attention.py",
         "layers/embedding.py",

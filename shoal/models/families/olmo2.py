@@ -20,7 +20,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.olmo2_layer import Olmo2Layer
+    from shoal.models.families.olmo2_layer import Olmo2Layer
 
     return Olmo2Layer
 

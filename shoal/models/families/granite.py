@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import ModelConfig
-from shoal.models import llama
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
+from shoal.models.families import llama
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
