@@ -189,7 +189,7 @@ class StepLoop:
                 part.start_anew()
         except TimeoutError:  # a disk that hangs
             return
-        for fetch in list(self.scheduler.blocks.fetches):
+        for fetch in list(self.scheduler.blocks.fetches.under_way):
             self.scheduler.fetched(fetch, 0)
         self._in_flight.clear()
         self.builder = self._new_builder()

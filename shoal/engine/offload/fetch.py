@@ -18,9 +18,9 @@ from functools import partial
 from shoal.engine.offload.costs import Throughput
 from shoal.engine.offload.ledger import HOST, Ledger, meta_of
 from shoal.engine.offload.transfers import Done
+from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.part_state import CompletedFetch
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch
 from shoal.kv.tiers.block_file import BlockMeta
 
 READ_BLOCKS = 16  # blocks of one read

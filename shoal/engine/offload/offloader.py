@@ -27,7 +27,8 @@ from shoal.engine.offload.fetch import Fetcher
 from shoal.engine.offload.ledger import HOST, Ledger, meta_of
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.offload.writer import Writer
-from shoal.engine.scheduling import seams, sequence
+from shoal.engine.scheduling import sequence
+from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.eviction import FrequencySketch
@@ -145,7 +146,7 @@ class Offloader:
             return HOST
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
-    def begin(self, fetch: seams.Fetch) -> None:
+    def begin(self, fetch: Fetch) -> None:
         """Begins a fetch. The device blocks that it fills may still hold content that is nowhere else. This
         content is copied out first, as far as host blocks and bandwidth allow, and the copies in run after
         it.

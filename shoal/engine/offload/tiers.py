@@ -118,12 +118,12 @@ class KvTiers(StepPart):
 
     def _attach(self) -> None:
         """From now on the scheduler and its pool know of the tiers."""
-        self.scheduler.blocks.sources.insert(0, self.offloader)  # nearer than other workers
+        self.scheduler.blocks.fetches.sources.insert(0, self.offloader)  # nearer than other workers
         self.scheduler.blocks.pool.listeners.append(self.offloader)
 
     def _detach(self) -> None:
         """The opposite of `_attach`."""
-        self.scheduler.blocks.sources.remove(self.offloader)
+        self.scheduler.blocks.fetches.sources.remove(self.offloader)
         self.scheduler.blocks.pool.listeners.remove(self.offloader)
 
     @property

@@ -58,7 +58,7 @@ class KvPeers(StepPart):
             )
         if options.reads:
             self.reader = KvReader(scheduler, ranks)
-            scheduler.blocks.sources.append(self.reader)
+            scheduler.blocks.fetches.sources.append(self.reader)
 
     # Requests and steps
 
@@ -182,7 +182,7 @@ class KvPeers(StepPart):
     def close(self) -> None:
         """Ends all offers and leases."""
         if self.reader is not None:
-            self._scheduler.blocks.sources.remove(self.reader)
+            self._scheduler.blocks.fetches.sources.remove(self.reader)
             self.reader.close()
         if self.lender is not None:
             self.lender.close()

@@ -18,9 +18,10 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import Ended
+from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.part_state import CompletedFetch
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.stats import KvTransferStats
@@ -282,7 +283,7 @@ class KvReader:
     def check(self) -> None:
         """Checks its state by assertions."""
         fetches = [job.fetch for job in (*self._begun, *self._jobs.values())]
-        assert all(fetch in self._scheduler.blocks.fetches for fetch in fetches), (
+        assert all(fetch in self._scheduler.blocks.fetches.under_way for fetch in fetches), (
             "a fetch that the scheduler does not know"
         )
         jobs = Counter(id(job.opened) for job in (*self._begun, *self._jobs.values()))

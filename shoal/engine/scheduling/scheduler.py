@@ -27,9 +27,10 @@ from operator import attrgetter
 
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
+from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.seams import Gate, Reserve
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
@@ -321,7 +322,7 @@ class Scheduler:
         """Ends a fetch whose first `num_blocks` blocks have arrived intact. The sequence computes the
         others."""
         seq = fetch.seq
-        self.blocks.arrived(fetch, num_blocks)
+        self.blocks.fetches.arrived(fetch, num_blocks)
         if seq.status is FETCHING and seq.fetch is None:
             seq.status = PREFILL
 

@@ -1,5 +1,5 @@
-"""Declares how the scheduler and SequenceBlocks call the parts that an engine may have: sources of KV blocks,
-gates, reserves and watchers. A part overrides StepPart (engine/step_part.py).
+"""Declares how the scheduler and SequenceBlocks call the parts that an engine may have: gates, reserves and
+watchers. A part overrides StepPart (engine/step_part.py). Sources of KV blocks: fetches.py.
 """
 
 from __future__ import annotations
@@ -7,21 +7,7 @@ from __future__ import annotations
 from collections import abc
 from typing import Protocol
 
-from shoal.engine.scheduling.sequence import Fetch, Sequence
-
-
-class Source(Protocol):
-    """A source of blocks that the device lacks: lower tiers (engine/offload/offloader.py), or other workers
-    (engine/peers/reader.py)."""
-
-    def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        """Returns how many of the first blocks of keys[start:] this source has and are worth fetching now.
-        The last key may be a tail's (hashing.py), which only other workers have."""
-        ...
-
-    def begin(self, fetch: Fetch) -> None:
-        """Begins a fetch. Scheduler.fetched ends it, some time later."""
-        ...
+from shoal.engine.scheduling.sequence import Sequence
 
 
 class Gate(Protocol):

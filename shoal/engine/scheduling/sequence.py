@@ -55,7 +55,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)  # the request's
     lockstep: bool = field(init=False)  # the next token may be sampled only when the host has seen the last
     special: bool = field(init=False)  # sampling it needs more than the fields of a state row
-    fetch: Fetch | None = None  # the fetch that a FETCHING sequence waits for
+    fetch: object = None  # the Fetch (fetches.py) that a FETCHING sequence waits for; None: there is none
     # of a continuation (engine/peers/prefetches.py), until it starts
     tail: Tail | None = None
     was_prefetched: bool = False  # no source is asked for its blocks
@@ -104,28 +104,3 @@ class Sequence:
         otherwise the token."""
         params = self.request.params
         return None if not params.ignore_eos and token_id in self.request.eos_token_ids else token_id
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """Blocks of one sequence that a source is copying to the device:
-
-        block_ids    [ held before `start` ][ start ... start + len(keys): on their way ][ others ]
-
-    From its begin to its end the fetch has its own references on the blocks on their way and on all blocks
-    before them (`held_blocks`). So no other sequence can get these blocks meanwhile, even if this sequence
-    ends or is preempted."""
-
-    seq: Sequence
-    start: int  # the first block on its way, counted in the sequence's blocks
-    keys: list[bytes]  # keys of the blocks on their way
-    # number of full blocks among them; a block after these has the tail, up to the sequence's last token
-    num_full: int
-    held_blocks: list[int]  # blocks with a reference of this fetch
-    num_asked: int  # sources that have been asked; the ones after these are asked for the blocks after these
-    findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
-
-    @property
-    def blocks(self) -> list[int]:
-        """The blocks on their way."""
-        return self.held_blocks[self.start : self.start + len(self.keys)]

@@ -1,8 +1,9 @@
 """`SequenceBlocks`: which KV blocks each sequence has. It finds cached prefixes, gives sequences blocks,
-makes computed blocks findable, and knows of the blocks that are on their way or lent to other workers.
+makes computed blocks findable, and knows of the blocks that are lent to other workers.
 
-scheduler.py decides who starts, grows and ends; kv/blocks.py counts references; the sources (lower tiers and
-other workers) copy. A block of a running sequence goes through these states:
+scheduler.py decides who starts, grows and ends; kv/blocks.py counts references; fetches.py has the blocks
+that are on their way from lower tiers and other workers. A block of a running sequence goes through these
+states:
 
     start, grow --> held, not computed --> computed --> findable by other sequences --> release
                       |                                     ^
@@ -15,9 +16,10 @@ import sys
 from bisect import bisect_left
 from collections import Counter, abc
 
+from shoal.engine.scheduling.fetches import Fetches
 from shoal.engine.scheduling.part_state import Tail
-from shoal.engine.scheduling.seams import BlockWatcher, Source
-from shoal.engine.scheduling.sequence import Fetch, Sequence
+from shoal.engine.scheduling.seams import BlockWatcher
+from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats
@@ -38,19 +40,14 @@ class SequenceBlocks:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self.watchers: list[BlockWatcher] = []
-        self.sources: list[Source] = []  # in the order in which they are asked for missing blocks
-        self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
+        self.fetches = Fetches(self.pool, block_size, self._make_findable, self._release)
         self._held = Counter[int]()  # how often parts of the engine hold each block
-        # key of a block -> the newest fetch that will make it findable
-        self._arriving: dict[bytes, Fetch] = {}
         # key of a block -> how many of the sequences that compute prompts now will make it findable
         self._promised: dict[bytes, int] = {}
         # the prompt that was looked up last: its root, tokens and keys
         self._last_looked_up: tuple[bytes, list[int], list[bytes]] = b"", [], []
         self._num_queries = 0  # tokens looked up in the prefix cache
         self._num_hits = 0
-        self._num_external_queries = 0  # tokens looked up in the sources
-        self._num_external_hits = 0
 
     @property
     def room(self) -> int:
@@ -96,20 +93,15 @@ class SequenceBlocks:
     def is_coming(self, seq: Sequence, index: int) -> bool:
         """True if the sequence should wait for its block `index`, because another sequence computes or
         fetches it, and it will then be found in the cache. A block's key covers all tokens before it, so
-        equal keys mean equal positions.
-
-        A fetch is waited for only if at least half of its blocks are of use here. A source fetches blocks
-        only where that is quicker than to compute them, so the wait takes at most twice as long as computing
-        the blocks here."""
+        equal keys mean equal positions. A fetch is waited for only if at least half of its blocks are of use
+        here."""
         end = (seq.num_tokens - 1) // self.block_size
         if not self._looks_up(seq) or index >= end:
             return False
         key = seq.keys[index]
-        num_promises, fetch = self._promised.get(key, 0), self._arriving.get(key)
+        num_promises, fetch = self._promised.get(key, 0), self.fetches.arriving(key)
         if fetch is not None:
-            middle = index + (fetch.num_full + 1) // 2 - 1  # the block that makes it half of the fetch
-            is_within = middle < min(end, fetch.start + fetch.num_full)
-            if is_within and seq.keys[middle] == fetch.keys[middle - fetch.start]:
+            if fetch.brings_half(seq.keys, index, end):
                 return True
             num_promises -= bool(fetch.seq.promised)  # the fetch will keep this one
         return num_promises > 0
@@ -185,63 +177,9 @@ class SequenceBlocks:
     # Blocks from lower tiers and other workers
 
     def fetch(self, seq: Sequence) -> bool:
-        """Starts a fetch of the missing blocks of a sequence that has just started, from the first source
-        that has them. Returns whether the sequence waits for it."""
-        if not self.sources or not self._looks_up(seq):
-            return False
-        if seq.was_prefetched:
-            seq.was_prefetched = False
-            return False
-        if seq.num_admissions == 1:
-            self._num_external_queries += seq.num_tokens - seq.num_computed
-        return self._fetch(seq, seq.num_computed // self.block_size, 0)
-
-    def _fetch(self, seq: Sequence, start: int, num_asked: int) -> bool:
-        """Starts a fetch from the first source after `num_asked` others that has the next block. When it
-        ends, the sources after that one are asked for blocks still missing."""
-        num_tokens, size = seq.num_tokens - 1, self.block_size
-        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
-        for i, source in enumerate(self.sources[num_asked:], num_asked + 1):
-            num_blocks = source.lookup(keys, start)
-            if num_blocks:
-                end = start + num_blocks
-                num_full = min(end, num_tokens // size) - start
-                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], i)
-                seq.fetch = fetch
-                self.pool.hold(fetch.held_blocks)
-                self.fetches.append(fetch)
-                self._arriving.update(dict.fromkeys(fetch.keys[:num_full], fetch))
-                source.begin(fetch)
-                return True
-        return False
-
-    def arrived(self, fetch: Fetch, num_blocks: int) -> None:
-        """Ends a fetch whose first `num_blocks` blocks have arrived intact. If its sequence still waits for
-        it, the sources after this one are asked for the other blocks."""
-        self.fetches.remove(fetch)
-        num_full = min(num_blocks, fetch.num_full)
-        if fetch.findable:
-            for key in fetch.keys[: fetch.num_full]:
-                if self._arriving.get(key) is fetch:
-                    del self._arriving[key]
-            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
-        seq = fetch.seq
-        is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
-        if is_wanted:
-            seq.fetch = None
-            # A block that is not full has the tokens up to the last, which is always computed.
-            end = min((fetch.start + num_blocks) * self.block_size, seq.num_tokens - 1)
-            num_tokens = end - seq.num_computed
-            seq.num_computed = end
-            if seq.register_at != NEVER:
-                # The full blocks that have arrived are findable already.
-                seq.register_at += num_full * self.block_size
-            if seq.num_admissions == 1:
-                seq.num_cached_tokens += num_tokens
-                self._num_external_hits += num_tokens
-        self._release(fetch.held_blocks)
-        if is_wanted and fetch.findable:
-            self._fetch(seq, fetch.start + num_blocks, fetch.num_asked)
+        """Starts a fetch of the missing blocks of a sequence that has just started. Returns whether the
+        sequence waits for it."""
+        return self._looks_up(seq) and self.fetches.begin(seq)
 
     # Blocks that parts of the engine hold
 
@@ -266,9 +204,7 @@ class SequenceBlocks:
         for seq in running:
             self.prompt_ends(seq)
             seq.register_at = NEVER
-        for fetch in self.fetches:
-            fetch.findable = False
-        self._arriving.clear()
+        self.fetches.forget()
         return self.pool.reset()
 
     def fill_in(self, stats: Stats) -> None:
@@ -276,21 +212,20 @@ class SequenceBlocks:
         stats.num_blocks = self.pool.num_blocks
         stats.num_free_blocks = self.pool.num_free
         stats.prefix_cache_queries, stats.prefix_cache_hits = self._num_queries, self._num_hits
-        stats.external_prefix_cache_queries = self._num_external_queries
-        stats.external_prefix_cache_hits = self._num_external_hits
+        stats.external_prefix_cache_queries = self.fetches.num_queries
+        stats.external_prefix_cache_hits = self.fetches.num_hits
 
     def check(self, running: abc.Sequence[Sequence]) -> None:
         """Checks references, promises and fetches. `running`: all sequences that have blocks. Raises
         AssertionError."""
         held = [*self._held.elements()]
-        for blocks in (*(seq.block_ids for seq in running), *(fetch.held_blocks for fetch in self.fetches)):
+        for blocks in (*(seq.block_ids for seq in running), *self.fetches.held()):
             held += blocks
         self.pool.check(held)
         assert self._promised == Counter(key for seq in running for key in seq.promised), (
             "promises without a sequence"
         )
-        waited_for = [seq.fetch for seq in running if seq.fetch is not None]
-        assert all(fetch in self.fetches for fetch in waited_for), "fetches and waiting sequences differ"
+        self.fetches.check(running)
         for seq in running:
             assert not seq.promised or seq.register_at != NEVER, "a promise that is not kept"
 

@@ -768,7 +768,7 @@ def test_what_the_tiers_lack_is_asked_of_other_workers(num_arrived):
     scheduler = Scheduler(
         num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64
     )
-    tiers, peers = scheduler.blocks.sources[:] = FakeSource(2), FakeSource(5)
+    tiers, peers = scheduler.blocks.fetches.sources[:] = FakeSource(2), FakeSource(5)
     seq = scheduler.add(request("a", list(range(22))))
     assert scheduler.schedule() is None
     assert (tiers.begun[0].start, len(tiers.begun[0].keys)) == (0, 2) and not peers.begun
@@ -791,7 +791,7 @@ def test_a_prompt_waits_for_anothers_fetch_only_if_half_of_it_is_of_use(num_shar
         num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=200, max_model_len=200
     )
     tiers = FakeSource(20)
-    scheduler.blocks.sources.append(tiers)
+    scheduler.blocks.fetches.sources.append(tiers)
     scheduler.add(request("long", list(range(90))))
     assert scheduler.schedule() is None
     [fetch] = tiers.begun

@@ -473,7 +473,7 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
     offloader = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
 
@@ -511,7 +511,7 @@ class Small:
         self.offloader = Offloader(
             scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
         )
-        scheduler.blocks.sources.append(self.offloader)
+        scheduler.blocks.fetches.sources.append(self.offloader)
         scheduler.blocks.pool.listeners.append(self.offloader)
         scheduler.blocks.watchers.append(self.offloader)
 
@@ -545,7 +545,7 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     scheduler.abort("b")
     for _ in range(2 if completed else 1):
         offloader.step_completed()
-    assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.blocks.fetches) == 1
+    assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.blocks.fetches.under_way) == 1
     assert offloader.transfers.waits[1:] == [not completed] * 2, (
         "out with what b has left, in with what a had"
     )
@@ -555,7 +555,7 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
 def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     small = Small()
     small.come_and_go()
-    assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.blocks.fetches) == 1
+    assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.blocks.fetches.under_way) == 1
     assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
     small.scheduler.abort("c")
     assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], (
@@ -606,7 +606,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     policy = offload_policy(watermark=8)
     transfers = Recorded(32)
     offloader = Offloader(scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001}))
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
 
@@ -628,7 +628,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     transfers.copied_out.clear()
     plan = step(short=[1, 2, 3, 4, 5], again=[*range(1, 14)])
     assert [entry.seq.request.request_id for entry in plan.scheduled] == ["short"] and len(
-        scheduler.blocks.fetches
+        scheduler.blocks.fetches.under_way
     ) == 1
     [copied] = transfers.copied_out
     assert not set(copied) & set(plan.scheduled[0].seq.block_ids)
@@ -654,7 +654,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     policy = offload_policy(watermark=4, on_registration=True)
     transfers = Recorded(8)
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
@@ -687,7 +687,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
     costs = Costs(2, 0.0, {"host": 0.0, "disk": 0.0})
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
     offloader = Offloader(scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock)
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     scheduler.add(Request("a", list(range(13)), params()))
@@ -739,7 +739,7 @@ def test_a_block_that_waits_for_a_slow_disk_is_not_copied_out_again_nor_counted_
     costs, transfers = Costs(2, 0.0, {"host": 0.0, "disk": 0.0}), Slow(64)
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
     offloader = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     for name, first in (("a", 0), ("b", 100)):
@@ -767,7 +767,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     policy = offload_policy(block_bytes=10, watermark=16, bytes_per_s=40.0)
     costs = Costs(2, 0.0, {"host": 0.0})
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
-    scheduler.blocks.sources.append(offloader)
+    scheduler.blocks.fetches.sources.append(offloader)
     scheduler.blocks.pool.listeners.append(offloader)
     scheduler.blocks.watchers.append(offloader)
     coldest = scheduler.blocks.pool.coldest

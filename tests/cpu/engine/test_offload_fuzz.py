@@ -270,7 +270,7 @@ class TieredTrace(Trace):
             Costs(self.block_size, r.choice((0.01, 0.001)), {"host": 0.001, "disk": 0.02 * r.random()}),
             clock=self.clock,
         )
-        scheduler.blocks.sources.append(self)
+        scheduler.blocks.fetches.sources.append(self)
         scheduler.blocks.watchers.append(self)
         scheduler.blocks.pool.listeners.append(self.offloader)
 
@@ -347,7 +347,11 @@ class TieredTrace(Trace):
                 self.see(*self.in_flight.popleft())
             self.seen["sleeps"] += 1
             self.offloader.quiesce()
-            assert not self.scheduler.blocks.fetches and not self.transfers.out and not self.transfers.into
+            assert (
+                not self.scheduler.blocks.fetches.under_way
+                and not self.transfers.out
+                and not self.transfers.into
+            )
             self.scheduler.preempt_all()
             self.scheduler.reset_prefix_cache()
             self.device.slots = [None] * len(self.device.slots)
@@ -371,7 +375,7 @@ class TieredTrace(Trace):
     def compare(self):
         for _ in range(2000):
             self.offloader.tick()
-            if not self.scheduler.blocks.fetches:
+            if not self.scheduler.blocks.fetches.under_way:
                 break
         self.offloader.check()
         self.scheduler.check()

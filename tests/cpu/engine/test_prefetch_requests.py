@@ -198,7 +198,7 @@ def test_an_owner_that_is_lost_in_the_middle_of_a_prompt_costs_time_and_no_token
     def lose():
         steps.append(True)
         if len(steps) == 3:
-            until(lambda: trio.reader.scheduler.blocks.fetches, trio.reader)
+            until(lambda: trio.reader.scheduler.blocks.fetches.under_way, trio.reader)
             if way == "gone":
                 lender.peers.lender._server.close()
             elif way == "withdrawn":
@@ -262,11 +262,11 @@ def test_a_prefetch_request_that_is_aborted_gives_everything_back(trio, chunked)
     lender.add(request("p", offers_kv=True, max_tokens=1))
     [output] = lender.step()
     trio.reader.add(request("f", kv_ticket=output.kv_ticket, fetches_only=True))
-    until(lambda: trio.reader.scheduler.blocks.fetches, trio.reader)
+    until(lambda: trio.reader.scheduler.blocks.fetches.under_way, trio.reader)
     trio.reader.check()
     trio.reader.abort("f")
     until(
-        lambda: not trio.reader.scheduler.blocks.fetches, trio.reader
+        lambda: not trio.reader.scheduler.blocks.fetches.under_way, trio.reader
     )  # while the lender computes no more of it
     until(lambda: not (lender.has_work or trio.reader.has_work), lender, trio.reader)
     all_is_given_back(lender, trio.reader)
@@ -356,7 +356,7 @@ def new_scheduler(**options):
         "max_model_len": 32,
     }
     scheduler = PrefetchingScheduler(**defaults | options)
-    scheduler.blocks.sources.append(FakeSource(5))
+    scheduler.blocks.fetches.sources.append(FakeSource(5))
     return scheduler
 
 
@@ -377,7 +377,7 @@ def test_a_continuation_starts_before_those_who_lack_room():
     scheduler.add(ahead("f", prompt))
     assert scheduler.schedule() is None
     scheduler.add(request("long", list(range(50, 70))))
-    [fetch] = scheduler.blocks.sources[-1].begun
+    [fetch] = scheduler.blocks.fetches.sources[-1].begun
     assert len(fetch.keys) == 5
     scheduler.fetched(fetch, 5)
     assert scheduler.schedule() is None, "two blocks are free, and the other one needs five"
@@ -398,7 +398,7 @@ def test_a_continuation_waits_for_what_is_on_its_way():
     scheduler.schedule()
     scheduler.add(continuation("d", "f", prompt, 7))
     assert scheduler.schedule() is None
-    scheduler.fetched(scheduler.blocks.sources[-1].begun[0], 2)
+    scheduler.fetched(scheduler.blocks.fetches.sources[-1].begun[0], 2)
     [entry] = scheduler.schedule().scheduled
     assert (entry.seq.request.request_id, entry.start, entry.num_tokens) == ("d", 8, 13)
     scheduler.check()
@@ -410,7 +410,7 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
     scheduler.schedule()
-    scheduler.fetched(scheduler.blocks.sources[-1].begun[0], 5)
+    scheduler.fetched(scheduler.blocks.fetches.sources[-1].begun[0], 5)
     behind = request("d", prompt)
     behind.continues = "f"
     scheduler.add(behind)
@@ -422,21 +422,21 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
 
 def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler = new_scheduler(num_blocks=7)
-    scheduler.blocks.sources[-1].end = 0
+    scheduler.blocks.fetches.sources[-1].end = 0
     scheduler.add(request("runs", list(range(50, 54)), max_tokens=10))
     plan = scheduler.schedule()
-    scheduler.blocks.sources[-1].end = 4
+    scheduler.blocks.fetches.sources[-1].end = 4
     prompt = list(range(19))
     scheduler.add(ahead("f", prompt))
     scheduler.update(plan, [[1]])
     for _ in range(9):
         plan = scheduler.schedule()
-        if scheduler.blocks.fetches:
-            scheduler.fetched(scheduler.blocks.fetches[0], 4)
+        if scheduler.blocks.fetches.under_way:
+            scheduler.fetched(scheduler.blocks.fetches.under_way[0], 4)
         scheduler.check()
         scheduler.update(plan, [[1]])
     assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
-    scheduler.blocks.sources[-1].end = 0
+    scheduler.blocks.fetches.sources[-1].end = 0
     scheduler.add(continuation("d", "f", prompt, 7))
     while scheduler.has_work:
         plan = scheduler.schedule()

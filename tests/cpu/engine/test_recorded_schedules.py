@@ -114,7 +114,7 @@ def schedule_of(name: str) -> list[str]:
     scheduler.costs = COSTS
     sources = [SlowSource(number) for number in range(changes.get("fetches", 0))]
     if sources:
-        scheduler.blocks.sources[:] = sources
+        scheduler.blocks.fetches.sources[:] = sources
     arrivals = deque(requests_of(7))
     in_flight: deque[StepPlan] = deque()
     steps, now = [], 0

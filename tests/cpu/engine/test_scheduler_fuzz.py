@@ -331,7 +331,7 @@ class Trace:
             seq.grammar is not None and seq.grammar.is_waiting
             for seq in (*self.scheduler.running, *self.scheduler.waiting)
         )
-        return bool(self.held or self.scheduler.blocks.fetches or waiting)
+        return bool(self.held or self.scheduler.blocks.fetches.under_way or waiting)
 
     def check_target(self, plan: StepPlan) -> None:
         """A step with decodes ends in time, or takes no more of prompts than it takes at least."""
@@ -405,7 +405,11 @@ class Trace:
                 self.seen["ended from outside"] += 1
             assert scheduler.abort(request_id) is None
         if r.random() < 0.02:
-            is_used = scheduler.blocks.fetches or self.holds or any(s.block_ids for s in scheduler.running)
+            is_used = (
+                scheduler.blocks.fetches.under_way
+                or self.holds
+                or any(s.block_ids for s in scheduler.running)
+            )
             assert scheduler.reset_prefix_cache() == (not is_used)
             self.device.epoch += 1
 

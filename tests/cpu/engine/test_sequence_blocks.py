@@ -66,7 +66,7 @@ class Trace:
         self.blocks = SequenceBlocks(self.num_blocks, self.size)
         self.source = Source(r)
         if r.random() < 0.5:
-            self.blocks.sources.append(self.source)
+            self.blocks.fetches.sources.append(self.source)
         self.model = Model(self.num_blocks, self.size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -194,7 +194,7 @@ class Trace:
             content = (seq.request.cache_salt, *seq.token_ids[: (fetch.start + i + 1) * self.size])
             if findable:
                 self.model.computed[fetch.blocks[i]] = content
-        self.blocks.arrived(fetch, num_blocks)
+        self.blocks.fetches.arrived(fetch, num_blocks)
         del self.model.holders[id(fetch)]
         if is_wanted:
             end = min((fetch.start + num_blocks) * self.size, seq.num_tokens - 1)

@@ -72,7 +72,7 @@ def scheduler():
     made = PrefetchingScheduler(
         num_blocks=20, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64
     )
-    made.blocks.sources.append(Elsewhere())
+    made.blocks.fetches.sources.append(Elsewhere())
     return made
 
 
@@ -93,7 +93,7 @@ def holding(scheduler, **options):
     """A prefetch request whose blocks have come."""
     seq = scheduler.add(ahead("f", **options))
     assert scheduler.schedule() is None
-    [fetch] = scheduler.blocks.fetches
+    [fetch] = scheduler.blocks.fetches.under_way
     scheduler.fetched(fetch, len(fetch.keys))
     assert scheduler.schedule() is None and scheduler.held == ["f"] and seq.row == -1
     scheduler.check()
@@ -113,7 +113,7 @@ def planned(scheduler):
 def test_the_first_step_is_a_decode_of_one_token(scheduler):
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
-    [fetch] = scheduler.blocks.fetches
+    [fetch] = scheduler.blocks.fetches.under_way
     assert fetch.keys == keys_with_tail(seq.keys, seq.root, PROMPT, SIZE) and fetch.num_full == 4
     scheduler.fetched(fetch, 5)
     scheduler.check()
@@ -139,13 +139,13 @@ def test_prompts_around_the_ends_of_blocks_leave_one_token_to_compute(scheduler,
 
 def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
     scheduler.add(request("runs", range(6), first=()))
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     planned(scheduler)
-    scheduler.blocks.sources[-1].lacks = 0
+    scheduler.blocks.fetches.sources[-1].lacks = 0
     scheduler.add(ahead("f"))
     assert planned(scheduler) == ([("runs", 6, 1)], [])
-    scheduler.fetched(scheduler.blocks.fetches[0], 5)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.fetched(scheduler.blocks.fetches.under_way[0], 5)
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("new", range(50, 55), first=()))
     assert planned(scheduler) == ([("d", 18, 1), ("runs", 7, 1)], [("new", 0, 5)])
@@ -154,7 +154,7 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
 def test_a_tail_is_found_by_nobody_else_until_its_block_is_full(scheduler):
     holding(scheduler)
     scheduler.add(request("d", continues="f"))
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     [seq] = scheduler.waiting
     planned(scheduler)
     full, tail = seq.block_ids[:4], seq.block_ids[4]
@@ -170,7 +170,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
     prompt = PROMPT[:15]
     seq = scheduler.add(request("d", prompt))
     scheduler.schedule()
-    scheduler.fetched(scheduler.blocks.fetches[0], 4)
+    scheduler.fetched(scheduler.blocks.fetches.under_way[0], 4)
     assert scheduler.blocks.pool.match(seq.keys) == seq.block_ids[:3], "its last token has not been computed"
     planned(scheduler)
     assert scheduler.blocks.pool.match(seq.keys) == seq.block_ids[:4] and len(seq.keys) == 4
@@ -192,7 +192,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
 def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, other):
     holding(scheduler)
     tail = scheduler.prefetches.held_blocks()[4]
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f", **other))
     (seq,) = scheduler.waiting
     decodes, [(_, start, num_tokens)] = planned(scheduler)
@@ -202,7 +202,7 @@ def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, ot
 
 def test_a_prefetch_request_has_one_continuation(scheduler):
     holding(scheduler)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("e", continues="f"))
     decodes, prefills = planned(scheduler)
@@ -226,7 +226,7 @@ def test_a_continuation_that_has_more_tokens_computes_those(scheduler):
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
     holding(scheduler, prompt=PROMPT[:num_tokens])
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     assert not scheduler.reset_prefix_cache()
     scheduler.add(request("d", PROMPT[:num_tokens], continues="f"))
     assert planned(scheduler) == ([], [("d", 0, num_tokens + 1)])
@@ -234,7 +234,7 @@ def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
 
 def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
     prefetch = holding(scheduler)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.blocks.pool.reset(prefetch.keys[2:3])
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 8, 11)])
@@ -243,7 +243,7 @@ def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
 @pytest.mark.parametrize("way", ["aborted", "given back", "asleep", "late"])
 def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
     holding(scheduler)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     if way == "aborted":
         scheduler.abort("f")
     elif way == "given back":
@@ -263,24 +263,24 @@ def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler,
 def test_a_sequence_that_is_preempted_before_its_first_step_computes_its_tail(scheduler):
     seq = scheduler.add(request("d"))
     scheduler.schedule()
-    scheduler.fetched(scheduler.blocks.fetches[0], 5)
+    scheduler.fetched(scheduler.blocks.fetches.under_way[0], 5)
     scheduler.preempt_all()
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     assert planned(scheduler) == ([], [("d", 16, 3)]) and seq.num_admissions == 2
 
 
 def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
     """Its sequence was preempted, started again, and has filled the block by itself."""
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("before", PROMPT, first=(), max_tokens=1))
     planned(scheduler)
-    scheduler.blocks.sources[-1].lacks = 0
+    scheduler.blocks.fetches.sources[-1].lacks = 0
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
-    [late] = scheduler.blocks.fetches
+    [late] = scheduler.blocks.fetches.under_way
     assert (late.start, len(late.keys), late.num_full) == (4, 1, 0), "only the tail is missing"
     scheduler.preempt_all()
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     for _ in range(4):
         planned(scheduler)
     found = scheduler.blocks.pool.match(seq.keys)
@@ -295,7 +295,7 @@ def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
 
 def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
     """A prefill notifies readers of its layers, and gives a hidden state."""
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("before", PROMPT[:17], first=(), max_tokens=1))
     planned(scheduler)
     lends = request("lends", PROMPT[:17], first=())
@@ -322,11 +322,11 @@ def test_a_continuation_has_one_part_of_a_step(threshold):
         max_model_len=64,
         long_prefill_token_threshold=threshold,
     )
-    scheduler.blocks.sources.append(Elsewhere())
+    scheduler.blocks.fetches.sources.append(Elsewhere())
     scheduler.add(ahead("f"))
     scheduler.schedule()
-    scheduler.fetched(scheduler.blocks.fetches[0], 0)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.fetched(scheduler.blocks.fetches.under_way[0], 0)
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("other", range(40, 52), first=()))
     scheduler.add(request("d", continues="f"))
     for _ in range(3):
@@ -363,7 +363,7 @@ class LentTrace(Trace):
         super().__init__(seed)
         scheduler = self.scheduler
         scheduler.blocks.pool.enable_caching = True
-        scheduler.blocks.sources.append(self)
+        scheduler.blocks.fetches.sources.append(self)
         self.device = LentDevice(scheduler.blocks.pool.num_blocks, self.block_size)
         self.under_way = []
         self.num_requests = 0
@@ -495,10 +495,10 @@ def test_a_continuation_without_use_for_its_tail_lets_others_start(scheduler):
     scheduler = PrefetchingScheduler(
         num_blocks=7, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=24
     )
-    scheduler.blocks.sources.append(Elsewhere())
+    scheduler.blocks.fetches.sources.append(Elsewhere())
     prompt = PROMPT[:13]
     holding(scheduler, prompt=prompt)
-    scheduler.blocks.sources[-1].lacks = 99
+    scheduler.blocks.fetches.sources[-1].lacks = 99
     scheduler.add(request("d", prompt, continues="f", skip_reading_prefix_cache=True))
     scheduler.add(request("small", [1], first=()))
     started = set()

@@ -290,7 +290,7 @@ def test_after_an_interrupt_the_scheduler_knows_of_the_new_offloader_alone():
     tiers, _, scheduler = open_tiers(events=(listener := Listener()))
     first = tiers.offloader
     tiers.start_anew()
-    assert scheduler.blocks.sources == [tiers.offloader] and tiers.offloader is not first
+    assert scheduler.blocks.fetches.sources == [tiers.offloader] and tiers.offloader is not first
     assert first not in scheduler.blocks.pool.listeners and tiers.offloader in scheduler.blocks.pool.listeners
     assert listener.told == [("cleared", CPU)]
     tiers.check()
