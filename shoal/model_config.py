@@ -2,46 +2,16 @@
 from.
 
 models/config_json.py and models/config_gguf.py build it from a config.json and from a GGUF file's metadata.
-No torch. models/rope.py computes with the numbers of rope.
+No torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-ROPE_THETA = 10000.0
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. Only the fields of its kind apply. `attention_factor` is final: yarn's is computed
-    from the other fields if a config does not have it."""
-
-    theta: float = ROPE_THETA
-    kind: str = "default"  # "default", "linear", "yarn", "llama3", or "factors", which is GGUF's table
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3 and yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
-    attention_factor: float = 1.0
-    factors: tuple[float, ...] = ()  # each frequency is divided by its own
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The quantization of a checkpoint's matrices, from its config. models/layouts/ has a file for each
-    layout."""
-
-    layout: str  # the name of a layout in models/layouts/registry.py
-    bits: int
-    block: tuple[int, int]  # outputs and inputs that share a scale; 0: all
-    zero_points: bool = False  # each scale has a zero point
-    act_order: bool = False  # a tensor has the group of each input
-    zeros_minus_one: bool = False  # zero points are stored minus one
+from shoal.kinds.quantization import Quantization
+from shoal.kinds.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +24,13 @@ class AttentionKind:
     scale: float  # the factor of q k^T before the softmax
     rope: RopeConfig
     window: int | None = None  # how many positions a token sees, with its own; None: all before it
+
+    planes: ClassVar[int] = 2  # of the cache: keys and values
+
+    @property
+    def rotary_dim(self) -> int:
+        """Twice the number of angles of a position."""
+        return self.head_dim
 
     def kv_head_replicas(self, tp_size: int) -> int:
         """Returns the number of ranks with the same kv head; above 1 if there are more ranks than kv

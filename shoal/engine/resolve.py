@@ -169,8 +169,8 @@ def _check_memory(
     else:
         weights = num_weights(model) * itemsize
     weights //= ranks if gpu else 1  # on the CPU ranks share the memory
-    ropes = {(kind.mixer.rope, kind.mixer.head_dim) for kind in model.layers}
-    angles = config.max_model_len * sum(head_dim for _, head_dim in ropes)
+    ropes = {(kind.mixer.rope, kind.mixer.rotary_dim) for kind in model.layers}
+    angles = config.max_model_len * sum(size for _, size in ropes)
     tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks)
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig, RopeConfig
+from shoal.kinds.rope import RopeConfig
+from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json, yarn_attention_factor
 from shoal.models.registry import BY_GGUF

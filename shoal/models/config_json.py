@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ROPE_THETA, AttentionKind, LayerKind, ModelConfig, RopeConfig
+from shoal.kinds.rope import ROPE_THETA, RopeConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.registry import read_quantization

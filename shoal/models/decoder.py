@@ -85,8 +85,8 @@ class Decoder(nn.Module):
         """Makes each layer's table of rotary angles for this many positions. Layers of the same rope share a
         table. No checkpoint brings tables back, so they must not sleep with the weights."""
         attentions = [kind.mixer for kind in self.config.layers]
-        tables = {(a.rope, a.head_dim): rope_table(a, max_position) for a in dict.fromkeys(attentions)}
-        self.ropes = tuple(tables[a.rope, a.head_dim] for a in attentions)
+        tables = {(a.rope, a.rotary_dim): rope_table(a, max_position) for a in dict.fromkeys(attentions)}
+        self.ropes = tuple(tables[a.rope, a.rotary_dim] for a in attentions)
 
     def forward(
         self,
@@ -134,9 +134,9 @@ class Decoder(nn.Module):
 
 
 def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:
-    """[max_position, head_dim] float32: cosines, then sines, of each position's angles, multiplied by yarn's
-    attention factor."""
-    inverse, factor = rope_frequencies(attention.rope, attention.head_dim)
+    """[max_position, rotary_dim] float32: cosines, then sines, of each position's angles, multiplied by
+    yarn's attention factor."""
+    inverse, factor = rope_frequencies(attention.rope, attention.rotary_dim)
     angles = torch.outer(
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)
     )

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from shoal.model_config import RopeConfig
+from shoal.kinds.rope import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
-from shoal.model_config import Quantization
+from shoal.kinds.quantization import Quantization
 from shoal.models.layouts.layout import Stored
 from shoal.models.layouts.registry import BY_NAME
 from shoal.weights.safetensors import (

@@ -48,6 +48,7 @@ STOPS: dict[str, tuple[str, ...]] = {
     ),
     "model": (
         "model_config.py",
+        "kinds/rope.py",
         "models/decoder.py",
         "models/layer.py",
         "models/families/qwen3.py",

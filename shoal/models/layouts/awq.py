@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shoal.model_config import Quantization
+from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
 

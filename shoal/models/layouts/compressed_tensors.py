@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import CheckpointError
-from shoal.model_config import Quantization
+from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import CheckpointError
-from shoal.model_config import Quantization
+from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.errors import CheckpointError
-from shoal.model_config import Quantization
+from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq
 from shoal.models.layouts.layout import Layout

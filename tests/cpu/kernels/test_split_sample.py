@@ -15,7 +15,8 @@ from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling import reference
 from shoal.kernels.sampling.split_sample import PARTS, needs_whole_row
 from shoal.kernels.state import Field
-from shoal.model_config import AttentionKind, LayerKind, RopeConfig
+from shoal.kinds.rope import RopeConfig
+from shoal.model_config import AttentionKind, LayerKind
 from shoal.models.parallel import check_parallel
 from tests.cpu.kernels.test_sample import GREEDY, PLAIN, exact_distribution, make_table
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from shoal.kinds.rope import RopeConfig
 from shoal.kv.layout import CacheSpec, Layout, LayoutError, SharedHeads, contiguous_strides, shared_heads
-from shoal.model_config import AttentionKind, RopeConfig
+from shoal.model_config import AttentionKind
 
 QWEN = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16, num_blocks=10)
 

@@ -11,9 +11,10 @@ from shoal.attention.step_input import StepInput
 from shoal.errors import ConfigError
 from shoal.kernels.cpu import ops
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kinds.rope import RopeConfig
 from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, ExpertsKind, LayerKind, ModelConfig, RopeConfig
+from shoal.model_config import AttentionKind, ExpertsKind, LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, rehearsed_layers
 from shoal.models.fused import fuse_layers
 from shoal.models.loading import checkpoint_tensors, load_dummy_weights

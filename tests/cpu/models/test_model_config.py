@@ -11,7 +11,8 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ExpertsKind, ModelConfig, RopeConfig
+from shoal.kinds.rope import RopeConfig
+from shoal.model_config import ExpertsKind, ModelConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.models.registry import ARCHITECTURES

@@ -27,12 +27,13 @@ from shoal.kernels.moe import reference
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kinds.quantization import Quantization
 from shoal.layers.attention import attention_shape
 from shoal.layers.experts import Experts
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.packed_weight import PackedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ExpertsKind, Quantization
+from shoal.model_config import ExpertsKind
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME

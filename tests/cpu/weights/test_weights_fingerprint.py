@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.model_config import RopeConfig
+from shoal.kinds.rope import RopeConfig
 from shoal.models.config_json import config_from_json
 from shoal.weights.fingerprint import weights_fingerprint
 from tests.cpu.models.test_model_config import PUBLISHED
