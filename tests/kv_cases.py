@@ -82,6 +82,7 @@ def random_spec(rng: random.Random) -> CacheSpec:
         rng.choice((1, 3, 8, 16, 40)),
         dtype,
         rng.choice((1, 2, 3, 16)),
+        planes=rng.choice((1, 2, 2)),
     )
 
 

@@ -193,7 +193,7 @@ def pieces_between(
     pieces = []
     for (block, kv, token, head), starts in found.items():
         src_starts, dst_starts = (np.concatenate(side) for side in zip(*starts))
-        dims = [(2, *kv), (spec.block_size, *token), (heads, *head), (spec.head_dim, item, item)]
+        dims = [(spec.planes, *kv), (spec.block_size, *token), (heads, *head), (spec.head_dim, item, item)]
         pieces.append(join(src_starts, dst_starts, *block, dims, item))
     return pieces
 

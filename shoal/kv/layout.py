@@ -30,9 +30,9 @@ class LayoutError(UserError):
 class Layout(StrEnum):
     """The order of a layer's axes, and the order of layers in memory. Heads are one rank's."""
 
-    KV_FIRST = "kv_first"  # [2, blocks, block_size, heads, head_dim], layer after layer
-    BLOCK_FIRST = "block_first"  # [blocks, 2, block_size, heads, head_dim], layer after layer
-    # [blocks, layers, 2, heads, block_size, head_dim]: a block of all layers is one piece (the engine's)
+    KV_FIRST = "kv_first"  # [planes, blocks, block_size, heads, head_dim], layer after layer
+    BLOCK_FIRST = "block_first"  # [blocks, planes, block_size, heads, head_dim], layer after layer
+    # [blocks, layers, planes, heads, block_size, head_dim]: a block of all layers is one piece (the engine's)
     WHOLE_BLOCKS = "whole_blocks"
 
     @property
@@ -63,9 +63,12 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp_size: int = 1
     # Names the scales of all heads of an fp8 cache, by which its numbers are multiplied. Empty: none.
     scales: str = ""
+    planes: int = 2  # keys and values; 1: a latent, from which attention computes both
+    # Bytes after each block of a WHOLE_BLOCKS cache, with which caches of other layers have blocks as large.
+    padding: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "head_dim", "block_size", "num_blocks", "tp_size"):
+        for name in ("num_layers", "num_heads", "head_dim", "block_size", "num_blocks", "tp_size", "planes"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if not isinstance(self.layout, Layout):
@@ -73,6 +76,15 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutError(f"layout must be one of {layouts}, got {self.layout!r}")
         if self.dtype not in ITEM_BYTES:
             raise LayoutError(f"dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+        if self.padding and self.layout is not Layout.WHOLE_BLOCKS:
+            raise LayoutError(
+                f"padding must be 0, got {self.padding}; the blocks of a {self.layout} cache have none"
+            )
+        if self.padding < 0 or self.padding % ITEM_BYTES[self.dtype]:
+            raise LayoutError(
+                f"padding must be a multiple of the {ITEM_BYTES[self.dtype]} bytes of {self.dtype}, got "
+                f"{self.padding}"
+            )
         if not 0 <= self.tp_rank < self.tp_size:
             raise LayoutError(
                 f"tp_rank is {self.tp_rank}, but with tp_size {self.tp_size} ranks go from 0 to "
@@ -95,8 +107,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def token_layer_bytes(self) -> int:
-        """Keys and values of a token in a layer, on this rank."""
-        return 2 * self.heads * self.head_dim * ITEM_BYTES[self.dtype]
+        """All planes of a token in a layer, on this rank."""
+        return self.planes * self.heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def block_layer_bytes(self) -> int:
@@ -105,8 +117,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """A block over all layers, on this rank."""
-        return self.block_layer_bytes * self.num_layers
+        """A block over all layers with its padding, on this rank."""
+        return self.block_layer_bytes * self.num_layers + self.padding
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +137,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def layer_shape(self) -> tuple[int, ...]:
         sizes = {
-            "kv": 2,
+            "kv": self.planes,
             "block": self.num_blocks,
             "token": self.block_size,
             "head": self.heads,
@@ -138,7 +150,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """In items."""
         strides = contiguous_strides(self.layer_shape)
         if self.layout is Layout.WHOLE_BLOCKS:
-            return (self.num_layers * strides[0], *strides[1:])
+            return (self.block_bytes // ITEM_BYTES[self.dtype], *strides[1:])
         return strides
 
     def layer_offset(self, layer: int) -> int:
@@ -149,8 +161,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def mismatch(self, other: CacheSpec) -> str | None:
         """Why no copy makes blocks of one cache out of blocks of the other, naming each field that differs.
-        None if a copy can: the layouts, the numbers of blocks and the tensor-parallel sizes may differ."""
-        names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size", "scales")
+        None if a copy can: layouts, numbers of blocks, padding and tensor-parallel sizes may differ."""
+        names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size", "scales", "planes")
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]
         differing = [
             f"{name} is {here or 'none'} on one side and {there or 'none'} on the other"

@@ -178,8 +178,8 @@ def layer_of(cache: BlockView, i: int, mutable: bool = False) -> TensorView:
 
 
 def blocks_of(spec: CacheSpec, kv: torch.Tensor) -> BlockView:
-    """Returns the blocks of an engine's cache, a tensor [blocks, layers, 2, heads, block_size, head_dim].
-    Raises LayoutError if the spec differs from the tensor."""
+    """Returns the blocks of an engine's cache, a tensor [blocks, layers, planes, heads, block_size,
+    head_dim]. Raises LayoutError if the spec differs from the tensor."""
     if spec.layout is not Layout.WHOLE_BLOCKS or kv.dim() != 6:
         raise LayoutError(
             f"an engine's cache has 6 dimensions and layout {Layout.WHOLE_BLOCKS}, not {kv.dim()} and "

@@ -67,6 +67,32 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
     kv_cases.check_random_copies(seed=8, rounds=45, allocators=list(itertools.product(kinds, kinds)))
 
 
+def test_groups_of_layers_share_one_memory(way):
+    """Blocks of two groups have equal bytes, but different layers, planes and tokens; a third cache of other
+    layout and ranks gets one group's blocks, and the other's keep their bytes."""
+    rng = random.Random(5)
+    wide = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4, num_blocks=7)
+    latent = replace(wide, num_layers=3, num_heads=1, head_dim=20, block_size=8, planes=1)
+    latent = replace(latent, padding=wide.block_bytes - latent.block_bytes)
+    assert latent.padding == 64 and latent.num_bytes == wide.num_bytes
+    src, dst = (kv_cases.new_cache(wide, 7, host_memory, rng) for _ in range(2))
+    for spec, ids in ((wide, [0, 3]), (latent, [5, 1])):
+        views = [
+            BlockView.over(spec, view.storage, int(view.addresses[0] - view.storage.address))
+            for view in (src, dst)
+        ]
+        expected, others = kv_cases.contents(views[1]), [i for i in range(7) if i not in ids]
+        expected[:, ids] = kv_cases.contents(views[0])[:, ids]
+        before = kv_cases.contents(dst)[:, others]
+        copy_blocks(views[0], ids, views[1], ids)
+        assert torch.equal(kv_cases.contents(views[1]), expected)
+        assert torch.equal(kv_cases.contents(dst)[:, others], before)
+        plain = replace(spec, padding=0, layout=Layout.KV_FIRST)
+        shards = kv_cases.shards_of(replace(plain, tp_size=2), 2, 7, host_memory, rng)
+        copy_blocks(views[0], ids, shards, [2, 4])
+        assert torch.equal(kv_cases.merged(shards)[:, [2, 4]], kv_cases.contents(views[0])[:, ids])
+
+
 def test_layers_in_storages_of_their_own(tmp_path):
     """Other engines allocate each layer by itself; two files may then have equal offsets."""
     spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
@@ -115,7 +141,14 @@ def test_ids_that_are_refused(src_ids, dst_ids, said):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(num_layers=3), dict(num_heads=2), dict(head_dim=4), dict(dtype="bfloat16"), dict(block_size=8)],
+    [
+        dict(num_layers=3),
+        dict(num_heads=2),
+        dict(head_dim=4),
+        dict(dtype="bfloat16"),
+        dict(block_size=8),
+        dict(planes=1),
+    ],
     ids=str,
 )
 def test_caches_that_do_not_go_together(change):

@@ -57,6 +57,22 @@ def test_layers_of_each_layout(layout, whole, shape, strides, second):
     assert spec.layer_offset(1) == second
 
 
+def test_a_latent_has_one_plane_that_every_rank_holds():
+    latent = CacheSpec(Layout.WHOLE_BLOCKS, 27, 1, 576, "bfloat16", 32, num_blocks=5, planes=1)
+    assert (latent.layer_shape, latent.token_layer_bytes) == ((5, 1, 1, 32, 576), 1152)
+    for rank in range(4):
+        spec = replace(latent, tp_size=4, tp_rank=rank)
+        assert (spec.heads, spec.first_head, spec.block_bytes) == (1, 0, latent.block_bytes)
+
+
+def test_padding_follows_each_block():
+    spec = replace(QWEN, padding=4096)
+    assert spec.block_bytes == QWEN.block_bytes + 4096 and spec.num_bytes == 10 * spec.block_bytes
+    assert spec.shape == QWEN.shape and spec.layer_shape == QWEN.layer_shape
+    assert spec.layer_strides == (QWEN.layer_strides[0] + 2048, *QWEN.layer_strides[1:])
+    assert spec.layer_offset(1) == QWEN.layer_offset(1)
+
+
 def test_a_spec_crosses_a_process_and_what_comes_is_checked():
     shard = replace(QWEN, tp_size=4, tp_rank=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(shard), type=CacheSpec) == shard
@@ -100,6 +116,10 @@ def test_contiguous_strides():
         (dict(tp_size=2, tp_rank=2), "ranks go from 0 to 1"),
         (dict(tp_rank=-1), "tp_rank is -1"),
         (dict(tp_size=0), "tp_size must be 1 or more, got 0"),
+        (dict(planes=0), "planes must be 1 or more, got 0"),
+        (dict(padding=-2), "padding must be a multiple of the 2 bytes of bfloat16, got -2"),
+        (dict(padding=7), "padding must be a multiple of the 2 bytes of bfloat16, got 7"),
+        (dict(layout=Layout.KV_FIRST, padding=2), "padding must be 0, got 2; the blocks of a kv_first cache"),
         (dict(layout="kv_first"), "layout must be one of Layout.KV_FIRST.*got 'kv_first'"),
     ],
     ids=str,
@@ -112,12 +132,12 @@ def test_caches_that_cannot_be(change, said):
 def test_reasons_why_two_caches_do_not_go_together():
     assert QWEN.mismatch(replace(QWEN)) is None
     other = replace(QWEN, layout=Layout.KV_FIRST, tp_size=2, tp_rank=1, num_blocks=7)
-    assert QWEN.mismatch(other) is None
+    assert QWEN.mismatch(other) is None and QWEN.mismatch(replace(QWEN, padding=64)) is None
     assert QWEN.mismatch(replace(other, dtype="float16", block_size=32)) == (
         "dtype is bfloat16 on one side and float16 on the other; block_size is 16 on one side and 32 on the "
         "other"
     )
-    for change in (dict(num_layers=1), dict(num_heads=4), dict(head_dim=64)):
+    for change in (dict(num_layers=1), dict(num_heads=4), dict(head_dim=64), dict(planes=1)):
         assert next(iter(change)) in (QWEN.mismatch(replace(QWEN, **change)) or "")
 
 
