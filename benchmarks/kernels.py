@@ -25,6 +25,7 @@ from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
 from shoal.kernels.moe import moe, reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.sampling import sample
@@ -334,19 +335,18 @@ def bench_moe(sweep: bool) -> None:
     """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token; in bf16 and in fewer bits. Bytes: the weights of
     the experts that are hit."""
     experts, top_k, hidden, size = 128, 8, 2048, 768
+    rule = Router(top_k, True)
     w13, w2 = randn(experts, 2 * size, hidden) / 50, randn(experts, hidden, size) / 30
+    plain = rule, ExpertWeights(w13, w2), Activation()
     for tokens in (1, 4, 16, 64, 256, 1024, 8192):
         x, router = randn(tokens, hidden), torch.randn(tokens, experts, device=DEVICE)
-        hit = len(reference.route(router, top_k, True)[1].unique())
+        hit = len(reference.route(router, rule)[1].unique())
         others = []
         for blocks in MOE_BLOCKS if sweep else ():
             others.append(
-                (
-                    microseconds(partial(moe.moe_with, blocks, x, router, w13, w2, top_k, True)),
-                    f"{astuple(blocks)}",
-                )
+                (microseconds(partial(moe.moe_with, blocks, x, router, *plain)), f"{astuple(blocks)}")
             )
-        us = microseconds(partial(triton_ops.moe, x, router, w13, w2, top_k, True))
+        us = microseconds(partial(triton_ops.moe, x, router, *plain))
         flops = tokens * top_k * 6 * hidden * size
         show(
             "moe",
@@ -356,7 +356,7 @@ def bench_moe(sweep: bool) -> None:
             others,
         )
         for name, bits, *packed in _packed_experts(w13, w2):
-            run = partial(triton_ops.moe, x, router, *packed, top_k, True)
+            run = partial(triton_ops.moe, x, router, rule, ExpertWeights(*packed), Activation())
             others = [
                 (microseconds(partial(moe.moe_with, blocks, *run.args)), f"tiles of {blocks.m} rows")
                 for blocks in (PACKED_BLOCKS if sweep else ())

@@ -9,16 +9,14 @@ K samples from whole rows.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.sampling.row_options import RowOptions
-
-if TYPE_CHECKING:  # It needs Triton.
-    from shoal.kernels.moe.packed_moe import PackedExperts
 
 
 class Ops(Protocol):
@@ -137,10 +135,9 @@ class Ops(Protocol):
         self,
         x_TD: torch.Tensor,
         router_logits_TE: torch.Tensor,
-        w13_E2FD: torch.Tensor | PackedExperts,
-        w2_EDF: torch.Tensor | PackedExperts,
-        top_k: int,
-        norm_topk_prob: bool,
+        router: Router,
+        weights: ExpertWeights,
+        activation: Activation,
         residual_TD: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.moe.reference import mix_experts
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
@@ -102,11 +103,11 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """The sum of each token's best experts, by router weight. It is added to the residual in place, if
         there is one."""
-        top_k, norm_topk_prob = self.kind.num_experts_per_tok, self.kind.norm_topk_prob
+        router = Router(self.kind.num_experts_per_tok, self.kind.norm_topk_prob)
         if not self.stacked:
-            return mix_experts(x_TD, router_logits_TE, self._run_expert, top_k, norm_topk_prob, residual_TD)
-        w13, w2 = self._group(0).w13.stack(), self._group(0).w2.stack()
-        return self.ops.moe(x_TD, router_logits_TE, w13, w2, top_k, norm_topk_prob, residual_TD)
+            return mix_experts(x_TD, router_logits_TE, router, self._run_expert, residual_TD)
+        weights = ExpertWeights(self._group(0).w13.stack(), self._group(0).w2.stack())
+        return self.ops.moe(x_TD, router_logits_TE, router, weights, Activation(), residual_TD)
 
     def _group(self, i: int) -> ExpertGroup:
         return cast(ExpertGroup, self.groups[i])

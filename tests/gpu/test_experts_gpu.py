@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from shoal import LLM, SamplingParams
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
@@ -76,6 +77,10 @@ def experts_of(kind: str, num: int, hidden: int, size: int, dtype: torch.dtype):
     return packed, plain
 
 
+def mixture(weights, top_k: int) -> tuple[Router, ExpertWeights, Activation]:
+    return Router(top_k, True), ExpertWeights(*weights), Activation()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num", "top_k", "hidden", "size"), SIZES)
@@ -89,12 +94,12 @@ def test_experts_equal_the_unpacked_ones(
     for tokens in (1, 7, 64, 1000):
         x = torch.randn(tokens, hidden, device=DEVICE).to(dtype) / 8
         router = torch.randn(tokens, num, device=DEVICE).to(dtype)
-        want = triton_ops.moe(x, router, *plain, top_k, True)
-        got = triton_ops.moe(x, router, *packed, top_k, True)
+        want = triton_ops.moe(x, router, *mixture(plain, top_k))
+        got = triton_ops.moe(x, router, *mixture(packed, top_k))
         assert error(got, want.float()) < (2.5e-2 if dtype == torch.bfloat16 else 5e-3), tokens
         residual = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
         total = residual + got
-        assert triton_ops.moe(x, router, *packed, top_k, True, residual) is residual
+        assert triton_ops.moe(x, router, *mixture(packed, top_k), residual) is residual
         assert torch.equal(residual, total), tokens
 
 
@@ -106,14 +111,14 @@ def test_a_captured_mixture_follows_its_router(kind: str, tokens: int) -> None:
     packed, _ = experts_of(kind, 16, 2048, 768, torch.bfloat16)
     x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
     router = torch.randn(tokens, 16, device=DEVICE).bfloat16()
-    triton_ops.moe(x, router, *packed, 4, True)
+    triton_ops.moe(x, router, *mixture(packed, 4))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = triton_ops.moe(x, router, *packed, 4, True)
+        out = triton_ops.moe(x, router, *mixture(packed, 4))
     for _ in range(3):
         router.normal_()
         graph.replay()
-        assert torch.equal(out, triton_ops.moe(x, router, *packed, 4, True))
+        assert torch.equal(out, triton_ops.moe(x, router, *mixture(packed, 4)))
 
 
 # Engines

@@ -17,6 +17,7 @@ import torch
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe import reference as moe_reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 
@@ -257,15 +258,12 @@ def test_moe(tokens: int, experts: int, top_k: int, hidden: int, size: int, dtyp
     w2 = randn(experts, hidden, size, dtype=dtype).mul_(size**-0.5)
     tolerance = TOLERANCES[BF16] if dtype == BF16 else dict(rtol=1e-4, atol=1e-4)
     for renormalise in (True, False):
-        result = triton_ops.moe(x, router, w13, w2, top_k, renormalise)
-        torch.testing.assert_close(
-            result, moe_reference.moe(x, router, w13, w2, top_k, renormalise), **tolerance
-        )
+        arguments = x, router, Router(top_k, renormalise), ExpertWeights(w13, w2), Activation()
+        result = triton_ops.moe(*arguments)
+        torch.testing.assert_close(result, moe_reference.moe(*arguments), **tolerance)
         residual = randn(tokens, hidden, dtype=dtype)
         expected = residual + result
-        assert triton_ops.moe(x, router, w13, w2, top_k, renormalise, residual) is residual and torch.equal(
-            residual, expected
-        )
+        assert triton_ops.moe(*arguments, residual) is residual and torch.equal(residual, expected)
 
 
 def test_a_captured_moe_follows_its_router() -> None:
@@ -275,11 +273,11 @@ def test_a_captured_moe_follows_its_router() -> None:
         randn(32, 256, 96, dtype=BF16) / 10,
     )
     router = randn(16, 32)
-    triton_ops.moe(x, router, w13, w2, 4, True)
+    triton_ops.moe(x, router, Router(4, True), ExpertWeights(w13, w2), Activation())
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        out = triton_ops.moe(x, router, w13, w2, 4, True)
+        out = triton_ops.moe(x, router, Router(4, True), ExpertWeights(w13, w2), Activation())
     for _ in range(3):
         router.copy_(randn(16, 32))
         graph.replay()

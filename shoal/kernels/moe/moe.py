@@ -23,6 +23,7 @@ import triton.language as tl
 from shoal.kernels.activation import silu
 from shoal.kernels.matmul.dispatch import Blocks, choose_blocks
 from shoal.kernels.matmul.linear import fitting_stages
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.moe.packed_moe import PackedExperts, packed_matmul, packed_shape
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -218,39 +219,31 @@ def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.co
 def moe(
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
-    w13_E2FD: torch.Tensor | PackedExperts,
-    w2_EDF: torch.Tensor | PackedExperts,
-    top_k: int,
-    norm_topk_prob: bool,
+    router: Router,
+    weights: ExpertWeights,
+    activation: Activation,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums the results of the `top_k` best SwiGLU experts of each token, by router weight, [T, D]. w13 is
-    gate over up. Weights in fewer bits are one matrix of all experts' rows. With a residual, the sum is added
-    to it in place, and it is returned."""
-    packed = not (isinstance(w13_E2FD, torch.Tensor) and isinstance(w2_EDF, torch.Tensor))
-    return moe_with(
-        choose_blocks(x_TD.shape[0] * top_k, router_logits_TE.shape[1], x_TD.dtype, packed),
-        x_TD,
-        router_logits_TE,
-        w13_E2FD,
-        w2_EDF,
-        top_k,
-        norm_topk_prob,
-        residual_TD,
-    )
+    """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
+    added to it in place, and it is returned."""
+    packed = not (isinstance(weights.w13, torch.Tensor) and isinstance(weights.w2, torch.Tensor))
+    blocks = choose_blocks(x_TD.shape[0] * router.top_k, router_logits_TE.shape[1], x_TD.dtype, packed)
+    return moe_with(blocks, x_TD, router_logits_TE, router, weights, activation, residual_TD)
 
 
 def moe_with(
     blocks: Blocks,
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
-    w13_E2FD: torch.Tensor | PackedExperts,
-    w2_EDF: torch.Tensor | PackedExperts,
-    top_k: int,
-    norm_topk_prob: bool,
+    router: Router,
+    weights: ExpertWeights,
+    activation: Activation,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
+    w13_E2FD, w2_EDF, b13, b2 = weights
+    assert activation.kind == "silu" and b13 is None and b2 is None, "not yet"
+    top_k = router.top_k
     (num_tokens, hidden), num_experts = x_TD.shape, router_logits_TE.shape[1]
     size = _shape(w2_EDF, num_experts)[2]
     assert _shape(w13_E2FD, num_experts) == (num_experts, 2 * size, hidden)
@@ -263,7 +256,7 @@ def moe_with(
     # They are separate tensors so that each is aligned.
     experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
-    weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
+    slot_weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
     hidden_states, slots_out = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden))
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
@@ -282,13 +275,13 @@ def moe_with(
     )
     _route[(num_tokens,)](
         router_logits_TE,
-        weights,
+        slot_weights,
         experts,
         ranks,
         counts,
         E=num_experts,
         K=top_k,
-        RENORMALISE=norm_topk_prob,
+        RENORMALISE=router.renormalize,
         BLOCK_E=block_e,
         BLOCK_K=next_power_of_2(top_k),
         num_warps=1,
@@ -319,7 +312,7 @@ def moe_with(
         packed_matmul(hidden_states, w2_EDF, slots_out, *listed, gated=False)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
-        slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
+        slots_out, slot_weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
     )
     return out_TD
 

@@ -13,6 +13,7 @@ from shoal.kernels import triton_ops
 from shoal.kernels.all_reduce import PLAIN_BLOCK, Peers, Way, all_reduce, all_reduce_add_rms_norm
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
@@ -174,10 +175,12 @@ def _moe(
     arguments = (
         torch.zeros(tokens, hidden, dtype=dtype),
         torch.zeros(tokens, num_experts, dtype=dtype),
-        torch.zeros(num_experts, 2 * size, hidden, dtype=dtype),
-        torch.zeros(num_experts, hidden, size, dtype=dtype),
-        top_k,
-        True,
+        Router(top_k, True),
+        ExpertWeights(
+            torch.zeros(num_experts, 2 * size, hidden, dtype=dtype),
+            torch.zeros(num_experts, hidden, size, dtype=dtype),
+        ),
+        Activation(),
     )
     if blocks is None:
         triton_ops.moe(*arguments)

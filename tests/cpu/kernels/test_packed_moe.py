@@ -18,6 +18,7 @@ from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
 from shoal.kernels.matmul.packed_linear import TiledWeight
 from shoal.kernels.moe import reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.moe.packed_moe import PackedExperts
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
@@ -72,13 +73,17 @@ class Case:
         self.router[:, 0] += 2  # one busy expert: several tiles
         self.router += torch.rand(experts) * 1e-2  # no ties, whose choice is free
         self.packed = stacked(gate_up, dtype), stacked(down, dtype)
-        self.want = reference.moe(self.x.float(), self.router, self.w13, self.w2, top_k, True)
-        self.top_k, self.dtype = top_k, dtype
+        self.want = reference.moe(
+            self.x.float(), self.router, Router(top_k, True), ExpertWeights(self.w13, self.w2), Activation()
+        )
+        self.rule, self.dtype = Router(top_k, True), dtype
 
     def moe(
         self, *weights: torch.Tensor | PackedExperts, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return triton_ops.moe(self.x, self.router, *(weights or self.packed), self.top_k, True, residual)
+        return triton_ops.moe(
+            self.x, self.router, self.rule, ExpertWeights(*(weights or self.packed)), Activation(), residual
+        )
 
     def check(self, *weights: torch.Tensor | PackedExperts) -> torch.Tensor:
         result = self.moe(*weights)
@@ -152,7 +157,8 @@ def _launch(tokens: int, make: Callable[[int, int], PackedExperts]) -> None:
     """qwen3-30b-a3b's layer, of fewer experts."""
     with torch.device("meta"):  # only compiled
         x, router = torch.empty(tokens, 2048, dtype=BF16), torch.empty(tokens, 16, dtype=BF16)
-        triton_ops.moe(x, router, make(16 * 2 * 768, 2048), make(16 * 2048, 768), 8, True)
+        weights = ExpertWeights(make(16 * 2 * 768, 2048), make(16 * 2048, 768))
+        triton_ops.moe(x, router, Router(8, True), weights, Activation())
 
 
 for tokens in (1, 100, 4000):

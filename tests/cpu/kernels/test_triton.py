@@ -14,6 +14,7 @@ from shoal.kernels import reference, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe import reference as moe_reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.state import FIELDS, StateLayout
 
@@ -162,16 +163,13 @@ def test_moe_equals_the_loop_over_experts(
     w13 = (torch.randn(experts, 2 * size, hidden) / hidden**0.5).to(dtype)
     w2 = (torch.randn(experts, hidden, size) / size**0.5).to(dtype)
     blocks = Blocks(16, 32, 16, 4, 2)
-    result = moe_with(blocks, x, router, w13, w2, top_k, renormalise)
-    torch.testing.assert_close(
-        result, moe_reference.moe(x, router, w13, w2, top_k, renormalise), **TOLERANCES[dtype]
-    )
+    arguments = x, router, Router(top_k, renormalise), ExpertWeights(w13, w2), Activation()
+    result = moe_with(blocks, *arguments)
+    torch.testing.assert_close(result, moe_reference.moe(*arguments), **TOLERANCES[dtype])
     residual = torch.randn(tokens, hidden).to(dtype)
     for combine, output in ((moe_with, (blocks,)), (moe_reference.moe, ())):
-        ours, alone = residual.clone(), combine(*output, x, router, w13, w2, top_k, renormalise)
-        assert combine(*output, x, router, w13, w2, top_k, renormalise, ours) is ours and torch.equal(
-            ours, residual + alone
-        )
+        ours, alone = residual.clone(), combine(*output, *arguments)
+        assert combine(*output, *arguments, ours) is ours and torch.equal(ours, residual + alone)
 
 
 def test_begin_decode_reads_the_active_rows() -> None:

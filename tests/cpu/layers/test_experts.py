@@ -14,6 +14,7 @@ from shoal.errors import CheckpointError
 from shoal.kernels import triton_ops
 from shoal.kernels.matmul import gpu_fp8, gpu_weight
 from shoal.kernels.moe import reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.experts import ExpertMatrix, Experts
@@ -90,7 +91,8 @@ def check(experts: Experts, tensors: Tensors) -> None:
         torch.randn(9, HIDDEN),
     )
     got = experts.mix(x, logits, None).float()
-    want = reference.moe(x.float(), logits, torch.cat((gate, up), 1), down, 2, True)
+    weights = ExpertWeights(torch.cat((gate, up), 1), down)
+    want = reference.moe(x.float(), logits, Router(2, True), weights, Activation())
     assert (got - want).norm() <= 2e-3 * want.norm()
     ours = residual.half()
     assert experts.mix(x, logits, ours) is ours

@@ -24,6 +24,7 @@ from shoal.kernels.cpu import int4 as cpu_int4
 from shoal.kernels.cpu import linear as cpu_linear
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.moe import reference
+from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
@@ -216,9 +217,12 @@ def test_experts_that_come_plain_stand_beside_packed_ones():
     assert packed == {"groups.0.w13", "groups.0.w2"}
     w13 = torch.stack([torch.cat((oracle[e, "gate_proj"], oracle[e, "up_proj"])) for e in "012"])
     w2 = torch.stack([oracle[e, "down_proj"] for e in "012"])
+    weights = ExpertWeights(w13, w2)
     x, logits = torch.randn(9, 64), torch.randn(9, 3)
     for residual in (None, torch.randn(9, 64)):
-        want = reference.moe(x, logits, w13, w2, 2, True, None if residual is None else residual.clone())
+        want = reference.moe(
+            x, logits, Router(2, True), weights, Activation(), None if residual is None else residual.clone()
+        )
         got = experts.mix(x, logits, residual)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert residual is None or got is residual
