@@ -73,6 +73,12 @@ def keys_with_tail(keys: list[bytes], root: bytes, token_ids: list[int], block_s
     return [*keys[:num_full], hasher.digest()]
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """Returns the key of a layer group's block that ends where the chain's block with this key does
+    (kv/groups.py). Group 0 has the chain's keys."""
+    return key if group == 0 else key[:-1] + bytes((key[-1] ^ group,))
+
+
 def common_length(a: list[int], b: list[int]) -> int:
     """Returns the length of the common prefix of two lists."""
     start, length, end = 0, 16, min(len(a), len(b))

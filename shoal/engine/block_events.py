@@ -18,9 +18,11 @@ class BlockEvents(StepPart):
         self._events, self._blocks = events, blocks
         blocks.pool.listeners.append(self)
 
-    def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int]) -> None:
+    def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
         """An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
-        at `run`."""
+        at `run`. Events report the blocks of the first group."""
+        if group:
+            return
         size, end, run = self._blocks.block_size, start + len(blocks), start
         for i in range(start, end + 1):
             if i < end and self._blocks.pool.key_of(blocks[i - start]) is not None:

@@ -77,9 +77,9 @@ class StepPart:
         checks."""
         return ()
 
-    def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int]) -> None:
-        """The sequence's full blocks from the one at `start` on, which are `blocks`, are findable now. Blocks
-        whose content was findable already, in other blocks, are among them."""
+    def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
+        """The sequence's full blocks from the one at `start` on in the table of a group, which are `blocks`,
+        are findable now. Blocks whose content was findable already, in other blocks, are among them."""
 
     def released(self, blocks: Sequence[int]) -> None:
         """A sequence, a fetch or a reader gives these blocks back. Steps in flight may still use them."""

@@ -164,7 +164,7 @@ class Offloader:
             self.pool.hold(rest)
             fetch.held_blocks += rest
 
-    def registered(self, seq: sequence.Sequence, start: int, blocks: Sequence[int]) -> None:
+    def registered(self, seq: sequence.Sequence, start: int, blocks: Sequence[int], group: int = 0) -> None:
         for i in range(start, start + len(blocks)):
             key = seq.keys[i]
             if key not in self._metas:

@@ -188,8 +188,8 @@ class KvTiers(StepPart):
 
     # Blocks of the device
 
-    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int]) -> None:
-        self.offloader.registered(seq, start, blocks)
+    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int], group: int) -> None:
+        self.offloader.registered(seq, start, blocks, group)
 
     def released(self, blocks: abc.Sequence[int]) -> None:
         self.offloader.released(blocks)

@@ -68,14 +68,14 @@ class Fetches:
     """The fetches of one engine. It writes a sequence's `fetch`, and where one ends also `num_computed`,
     `num_cached_tokens` and `register_at`.
 
-    `make_findable(seq, start, blocks)` enters full blocks into the prefix cache; `release(blocks)` drops
+    `register(seq, keys, start, blocks)` enters full blocks into the prefix cache; `release(blocks)` drops
     references."""
 
     def __init__(
         self,
         pool: BlockPool,
         block_size: int,
-        make_findable: Callable[[Sequence, int, list[int]], None],
+        register: Callable[[Sequence, list[bytes], int, list[int]], None],
         release: Callable[[abc.Sequence[int]], None],
     ) -> None:
         self.sources: list[Source] = []  # in the order in which they are asked for missing blocks
@@ -83,7 +83,7 @@ class Fetches:
         self.num_queries = 0  # tokens looked up in the sources
         self.num_hits = 0
         self._pool, self._block_size = pool, block_size
-        self._make_findable, self._release = make_findable, release
+        self._register, self._release = register, release
         # key of a block -> the newest fetch that will make it findable
         self._arriving: dict[bytes, Fetch] = {}
 
@@ -131,7 +131,7 @@ class Fetches:
             for key in fetch.keys[: fetch.num_full]:
                 if self._arriving.get(key) is fetch:
                     del self._arriving[key]
-            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
+            self._register(fetch.seq, fetch.keys[:num_full], fetch.start, fetch.blocks[:num_full])
         seq = fetch.seq
         is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
         if is_wanted:

@@ -28,12 +28,13 @@ from operator import attrgetter
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.fetches import Fetch
+from shoal.engine.scheduling.grouped_blocks import blocks_for
 from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.seams import Gate, Reserve
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
-from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
+from shoal.kv.groups import LayerGroup
 from shoal.stats import STEP_TOKENS, Stats
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
@@ -105,6 +106,7 @@ class Scheduler:
     target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
     tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;
     a step that the target shortens prefers one of them. queries: the most tokens of a decode in one step.
+    groups: which layers share blocks; none: all of them.
 
     Parts of the engine (engine/step_part.py) attach themselves: to `gates`, where they may keep a sequence
     waiting, to `reserves`, where they are asked for blocks that they hold, and to `blocks`.
@@ -124,8 +126,11 @@ class Scheduler:
         target_itl_s: float | None = None,
         step_sizes: abc.Sequence[int] = (),
         queries: int = 1,
+        groups: abc.Sequence[LayerGroup] = (),
     ) -> None:
-        self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
+        self.blocks = blocks_for(
+            groups, num_blocks, block_size, enable_prefix_caching, max_num_batched_tokens, max_model_len
+        )
         self.gates: list[Gate] = []
         self.reserves: list[Reserve] = []
         # the measured costs of steps; without them the target has no effect
@@ -371,7 +376,7 @@ class Scheduler:
             "sequences lost"
         )
         for seq in self.waiting:
-            assert seq.status is WAITING and seq.row == -1 and not seq.block_ids and seq.num_computed == 0, (
+            assert seq.status is WAITING and seq.row == -1 and not seq.tables and seq.num_computed == 0, (
                 "waiting, but not empty-handed"
             )
         for seq in self.running:
@@ -382,15 +387,13 @@ class Scheduler:
             assert (seq.status is FETCHING) == (seq.fetch is not None), "a fetch that no sequence waits for"
             assert not seq.promised or seq.status in (FETCHING, PREFILL), "a promise that is not kept"
             if seq.status in (FETCHING, PREFILL):
-                assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), (
-                    "a prefill without all its blocks"
-                )
+                assert seq.num_pending == 0, "a prefill that has sampled"
             else:
                 assert seq.status is DECODE and seq.num_computed == seq.num_tokens - 1, (
                     "a decode with more than one token to compute"
                 )
                 # A decode of several tokens may have got blocks for more of them than it sampled.
-                surplus = len(seq.block_ids) - -(-seq.num_computed // size)
+                surplus = (seq.room - seq.num_computed) // size
                 assert surplus == 0 or (surplus > 0 and self._queries > 1), (
                     "blocks and computed tokens differ"
                 )
@@ -400,7 +403,7 @@ class Scheduler:
     def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> int:
         """Adds the sequences that can sample their next tokens, in turn, within the step's token budget.
         Returns how many tokens they have together."""
-        budget, queries, block_size = self._max_num_batched_tokens, self._queries, self._block_size
+        budget, queries = self._max_num_batched_tokens, self._queries
         # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
         # sequences after `seq`, which the loop has not reached, or `seq` itself, and then the loop ends.
         for seq in self.running:
@@ -419,7 +422,7 @@ class Scheduler:
             if seq.lockstep and (seq.num_pending or seq.is_delayed):
                 continue  # its next token depends on a token that the host has not seen, or on its grammar
             end = start + num_tokens
-            if len(seq.block_ids) * block_size < end and not self._grow(seq, end):
+            if seq.room < end and not self._grow(seq, end):
                 if seq.status is DECODE:
                     continue  # it waits for blocks that come back; those after it may need none
                 break
@@ -437,8 +440,10 @@ class Scheduler:
         while not self.blocks.grow(seq, num_tokens):
             if any(reserve.give_back() for reserve in self.reserves):
                 continue
-            # Those before it in turn may be part of the step already.
+            # Those before it in turn may be part of the step already. So may all decodes if this is a prompt.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
+            if seq.status is PREFILL:
+                candidates = [one for one in candidates[1:] if one.status is PREFILL]
             candidates = [one for one in candidates if self.blocks.would_free(one)]
             if not candidates:
                 return False
@@ -491,16 +496,18 @@ class Scheduler:
                 break
             if seq.status is not PREFILL or seq.request.fetches_only:
                 continue
-            num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
+            start = seq.num_computed
+            num_tokens = min(budget.fit(start, seq.num_tokens - start), self.blocks.chunk)
             if num_tokens == 0:
                 break
+            if seq.room < start + num_tokens and not self._grow(seq, start + num_tokens):
+                continue
             self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
     def _schedule_chunk(
         self, scheduled: list[ScheduledSeq], seq: Sequence, num_tokens: int, budget: PromptBudget
     ) -> None:
-        """Adds the sequence's next `num_tokens` prompt tokens. Their blocks were allocated when it was
-        admitted."""
+        """Adds the sequence's next `num_tokens` prompt tokens, for which it has blocks."""
         start = seq.num_computed
         budget.spend(start, num_tokens)
         seq.num_computed += num_tokens
@@ -533,7 +540,7 @@ class Scheduler:
             found, num_cached = self.blocks.find(seq)
             if self.blocks.is_coming(seq, num_cached // self._block_size):
                 continue
-            num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
+            num_tokens = min(budget.fit(num_cached, seq.num_tokens - num_cached), self.blocks.chunk)
             if num_tokens == 0:
                 break
             if not self.blocks.start(seq, found, num_cached):

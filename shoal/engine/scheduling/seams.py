@@ -29,9 +29,9 @@ class Reserve(Protocol):
 class BlockWatcher(Protocol):
     """A part of the engine that is notified of the sequences' blocks (engine/step_part.py)."""
 
-    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int]) -> None:
-        """The sequence's full blocks from the one at `start` on, which are `blocks`, are findable now. Blocks
-        whose content was findable already, in other blocks, are among them."""
+    def registered(self, seq: Sequence, start: int, blocks: abc.Sequence[int], group: int) -> None:
+        """The sequence's full blocks from the one at `start` on in the table of a group, which are `blocks`,
+        are findable now. Blocks whose content was findable already, in other blocks, are among them."""
         ...
 
     def released(self, blocks: abc.Sequence[int]) -> None:

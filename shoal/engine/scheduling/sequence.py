@@ -48,7 +48,10 @@ class Sequence:
     num_cached_tokens: int = 0  # how many were found in a cache when it started first
     num_admissions: int = 0  # times it was admitted; each time its row must be sent again
     row: int = -1  # its row of the device's batch state; -1: none
-    block_ids: list[int] = field(default_factory=list)  # its KV blocks, in the order of its tokens
+    # its KV blocks, a table for each group of layers, in the order of its tokens; NO_BLOCK (kv/groups.py):
+    # the block was given back
+    tables: list[list[int]] = field(default_factory=list)
+    room: int = 0  # the tokens for which all tables have blocks
     keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of token_ids, made when needed
     root: bytes = field(init=False)  # what the first key is derived from: adapter and salt
     register_at: int = 0  # number of computed and seen tokens at which its next block becomes findable
@@ -83,6 +86,11 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.lockstep = params.structured_outputs is not None
         self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The table of the first group, which is the only one if all layers share blocks."""
+        return self.tables[0] if self.tables else []
 
     @property
     def is_delayed(self) -> bool:

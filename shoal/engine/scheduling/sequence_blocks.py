@@ -19,7 +19,7 @@ from collections import Counter, abc
 from shoal.engine.scheduling.fetches import Fetches
 from shoal.engine.scheduling.part_state import Tail
 from shoal.engine.scheduling.seams import BlockWatcher
-from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.stats import Stats
@@ -28,19 +28,21 @@ NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of
 
 
 class SequenceBlocks:
-    """The KV blocks of one engine's sequences.
+    """The KV blocks of one engine's sequences, for a model whose layers share all blocks: each sequence has
+    one table. grouped_blocks.py has the subclass for models with several groups of layers.
 
     A sequence that waits has no blocks. From `start` to `release` it has blocks for all its tokens, in order,
-    and `grow` adds those that a decode needs. This class writes the sequence's `block_ids`, `keys`,
+    and `grow` adds those that a decode needs. This class writes the sequence's `tables`, `room`, `keys`,
     `register_at`, `promised`, `fetch`, `num_admissions` and the counts of cached tokens, and `num_computed`
-    where a start or a fetch brings computed blocks.
-    """
+    where a start or a fetch brings computed blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
+        self.room = num_blocks * block_size  # the most tokens that one sequence can have
+        self.chunk = sys.maxsize  # the most tokens of one sequence that a step may compute
         self.watchers: list[BlockWatcher] = []
-        self.fetches = Fetches(self.pool, block_size, self._make_findable, self._release)
+        self.fetches = Fetches(self.pool, block_size, self._register, self._release)
         self._held = Counter[int]()  # how often parts of the engine hold each block
         # key of a block -> how many of the sequences that compute prompts now will make it findable
         self._promised: dict[bytes, int] = {}
@@ -49,24 +51,19 @@ class SequenceBlocks:
         self._num_queries = 0  # tokens looked up in the prefix cache
         self._num_hits = 0
 
-    @property
-    def room(self) -> int:
-        """The most tokens that one sequence can have."""
-        return self.pool.num_blocks * self.block_size
-
     # A sequence's life
 
-    def find(self, seq: Sequence) -> tuple[list[int], int]:
-        """Returns the cached blocks of the sequence's longest prefix, and their number of tokens. The last
-        token is left out: it is always computed, because its logits are needed to sample the next."""
+    def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
+        """Returns the tables of cached blocks of the sequence's longest prefix, and its number of tokens. The
+        last token is left out: it is always computed, because its logits are needed to sample the next."""
         if not self._looks_up(seq):
-            return [], 0
+            return [[]], 0
         self._extend_keys(seq)
         found = self.pool.match(seq.keys[: (seq.num_tokens - 1) // self.block_size])
         tail = seq.tail
         if tail is not None and self._follows(tail, seq, len(found)):
-            return [*found, tail.block], min(tail.end, seq.num_tokens - 1)
-        return found, len(found) * self.block_size
+            return [[*found, tail.block]], min(tail.end, seq.num_tokens - 1)
+        return [found], len(found) * self.block_size
 
     def lacks_room(self, seq: Sequence) -> bool:
         """Returns True if a waiting sequence cannot start now, as the blocks that it would take are not free.
@@ -106,14 +103,13 @@ class SequenceBlocks:
             num_promises -= bool(fetch.seq.promised)  # the fetch will keep this one
         return num_promises > 0
 
-    def start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
-        """Gives a waiting sequence blocks for all its tokens. The first are `found`, with the KV of
-        `num_cached` tokens. Returns False, with nothing changed, if there is no room for the others."""
-        num_full, size = num_cached // self.block_size, self.block_size
-        blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
-        if blocks is None:
+    def start(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        """Gives a waiting sequence blocks. The first of each table are `found`, with the KV of `num_cached`
+        tokens. Returns False, with nothing changed, if there is no room for the others."""
+        if not self._take(seq, found, num_cached):
             return False
-        seq.block_ids, seq.tail = blocks, None
+        num_full, size = num_cached // self.block_size, self.block_size
+        seq.tail = None
         seq.num_computed = num_cached
         seq.num_admissions += 1
         seq.register_at = NEVER
@@ -131,19 +127,33 @@ class SequenceBlocks:
                 self._num_hits += seq.num_computed
         return True
 
+    def _take(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        """Gives the sequence the blocks with which it starts: those for all its tokens."""
+        num_blocks = -(-seq.num_tokens // self.block_size)
+        blocks = self.pool.try_allocate(num_blocks - len(found[0]), shared=found[0])
+        if blocks is None:
+            return False
+        seq.tables, seq.room = [blocks], num_blocks * self.block_size
+        return True
+
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives the sequence blocks for `num_tokens` tokens. Returns False, with nothing changed, if too few
         are free."""
         blocks = self.pool.try_allocate(-(-num_tokens // self.block_size) - len(seq.block_ids))
         if blocks is None:
             return False
-        seq.block_ids += blocks
+        seq.tables[0] += blocks
+        seq.room += len(blocks) * self.block_size
         return True
+
+    def blocks_of(self, seq: Sequence) -> list[int]:
+        """Returns all blocks of a sequence, in the order of its tokens."""
+        return seq.block_ids
 
     def would_free(self, seq: Sequence) -> bool:
         """Returns whether `release` would free a block now, because the sequence alone holds it. Blocks that
         are lent or that a fetch fills stay held."""
-        return any(self.pool.num_holders(block) == 1 for block in reversed(seq.block_ids))
+        return any(self.pool.num_holders(block) == 1 for block in reversed(self.blocks_of(seq)))
 
     def computed(self, seq: Sequence) -> None:
         """Makes the sequence's full blocks findable, as far as its tokens are known and a step that computes
@@ -155,8 +165,7 @@ class SequenceBlocks:
         size = self.block_size
         num_full = num_known // size
         extend_keys(seq.keys, seq.root, seq.token_ids, size)
-        start = seq.register_at // size - 1
-        self._make_findable(seq, start, seq.block_ids[start:num_full])
+        self._make_findable(seq, seq.register_at // size - 1, num_full)
         seq.register_at = (num_full + 1) * size
 
     def prompt_ends(self, seq: Sequence) -> None:
@@ -171,8 +180,8 @@ class SequenceBlocks:
         """Takes the sequence's blocks back. Steps in flight may still write there, but the next owner writes
         later."""
         self.prompt_ends(seq)
-        self._release(seq.block_ids)
-        seq.block_ids, seq.fetch = [], None
+        self._release(self.blocks_of(seq))
+        seq.tables, seq.room, seq.fetch = [], 0, None
 
     # Blocks from lower tiers and other workers
 
@@ -227,6 +236,7 @@ class SequenceBlocks:
         )
         self.fetches.check(running)
         for seq in running:
+            self._check_tables(seq)
             assert not seq.promised or seq.register_at != NEVER, "a promise that is not kept"
 
     # Inside
@@ -254,13 +264,24 @@ class SequenceBlocks:
             return False
         return tail.keys == keys_with_tail(seq.keys, seq.root, seq.token_ids[: tail.end], self.block_size)
 
-    def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
-        """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is
-        findable already, in another block, stays with the sequence as a private copy."""
-        for block, key in zip(blocks, seq.keys[start:]):
+    def _make_findable(self, seq: Sequence, start: int, end: int) -> None:
+        """Enters the sequence's full blocks from `start` to `end` into the prefix cache."""
+        self._register(seq, seq.keys[start:end], start, seq.block_ids[start:end])
+
+    def _register(
+        self, seq: Sequence, keys: list[bytes], start: int, blocks: list[int], group: int = 0
+    ) -> None:
+        """Enters blocks of one table into the prefix cache. A block whose content is findable already, in
+        another block, stays with the sequence as a private copy."""
+        for block, key in zip(blocks, keys):
             self.pool.register(block, key)
         for watcher in self.watchers:
-            watcher.registered(seq, start, blocks)
+            watcher.registered(seq, start, blocks, group)
+
+    def _check_tables(self, seq: Sequence) -> None:
+        assert seq.room == len(seq.block_ids) * self.block_size, "room and blocks differ"
+        if seq.status is not SequenceStatus.DECODE:
+            assert seq.room - seq.num_tokens in range(self.block_size), "a prefill without all its blocks"
 
     def _release(self, blocks: abc.Sequence[int]) -> None:
         """Releases references on these blocks. The watchers are notified before another sequence can get the

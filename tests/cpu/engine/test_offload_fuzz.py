@@ -300,8 +300,8 @@ class TieredTrace(Trace):
         self.device.began[fetch.seq, fetch.seq.num_admissions] = self.device.epoch
         self.offloader.begin(fetch)
 
-    def registered(self, seq, start, blocks):
-        self.offloader.registered(seq, start, blocks)
+    def registered(self, seq, start, blocks, group):
+        self.offloader.registered(seq, start, blocks, group)
 
     def released(self, blocks):
         self.offloader.released(blocks)

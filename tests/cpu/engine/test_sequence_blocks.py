@@ -27,8 +27,8 @@ class Source:
     def begin(self, fetch) -> None:
         self.begun.append(fetch)
 
-    def registered(self, seq, start: int, end: int) -> None:
-        assert len(seq.keys) >= end > start >= 0 or start == end
+    def registered(self, seq, start: int, blocks, group: int) -> None:
+        assert len(seq.keys) >= start + len(blocks)
 
     def released(self, blocks) -> None:
         pass
@@ -115,7 +115,8 @@ class Trace:
         blocks, pool = self.blocks, self.blocks.pool
         looks_up = seq.request.params.prompt_logprobs is None
         lacks_room = blocks.lacks_room(seq)
-        found, num_cached = blocks.find(seq)
+        tables, num_cached = blocks.find(seq)
+        [found] = tables
         assert num_cached == len(found) * self.size
         expected = self.model.longest_prefix(seq) if looks_up else 0
         assert len(found) <= expected, "found what was never computed, or has been overwritten"
@@ -127,7 +128,7 @@ class Trace:
         num_new = -(-seq.num_tokens // self.size) - len(found)
         fits = num_new + sum(not self.model.held()[block] for block in found) <= pool.num_free
         assert lacks_room == (not fits), "room is misjudged"
-        assert blocks.start(seq, found, num_cached) == fits
+        assert blocks.start(seq, tables, num_cached) == fits
         self.seen["no room"] += not fits
         if not fits:
             return
@@ -288,5 +289,5 @@ def test_what_was_computed_is_found_as_long_as_nothing_took_its_place():
             known.append(prompt)
         for i, prompt in enumerate(known):
             again = Sequence(Request(f"s{i}", [*prompt, 9], SamplingParams()), (9 + i,), 64)
-            assert len(blocks.find(again)[0]) == len(prompt) // 4, f"seed {seed}"
+            assert len(blocks.find(again)[0][0]) == len(prompt) // 4, f"seed {seed}"
         blocks.check([])

@@ -46,7 +46,7 @@ class CountedBlocks(StepPart):
     def __init__(self, config, ranks, scheduler):
         self.num_registered = self.num_released = 0
 
-    def registered(self, seq, start, blocks):
+    def registered(self, seq, start, blocks, group):
         self.num_registered += len(blocks)
 
     def released(self, blocks):

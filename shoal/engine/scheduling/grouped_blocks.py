@@ -1,0 +1,137 @@
+"""`GroupedBlocks`: `SequenceBlocks` of a model with several groups of layers, or with windows in all layers.
+
+A sequence has a table for each group (kv/groups.py). A group that sees everything has blocks for all tokens.
+A group with a window has them from the first position that the next token sees to the end of the next chunk,
+and gives back what lies before when a later step of the sequence is planned: the step that last read those
+blocks is launched then, and their next owner writes later. They stay findable until they are overwritten."""
+
+from __future__ import annotations
+
+from collections import abc
+from itertools import accumulate
+
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
+from shoal.hashing import group_key
+from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk, match
+
+
+def blocks_for(
+    groups: abc.Sequence[LayerGroup],
+    num_blocks: int,
+    block_size: int,
+    enable_prefix_caching: bool,
+    chunk: int,
+    max_model_len: int,
+) -> SequenceBlocks:
+    """Returns the blocks of a model with these groups. No groups: all layers see everything and share
+    blocks."""
+    if all(group.window is None for group in groups) and len(groups) < 2:
+        return SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
+    return GroupedBlocks(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
+
+
+class GroupedBlocks(SequenceBlocks):
+    """chunk: the most tokens of one sequence that a step could compute. `self.chunk`, which it may compute,
+    is less if that gives a small cache room for longer sequences."""
+
+    def __init__(
+        self,
+        groups: abc.Sequence[LayerGroup],
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        chunk: int,
+        max_model_len: int,
+    ) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
+        self.groups = tuple(groups)
+        self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
+
+    def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
+        if not self._looks_up(seq):
+            return [[] for _ in self.groups], 0
+        self._extend_keys(seq)
+        keys = seq.keys[: (seq.num_tokens - 1) // self.block_size]
+        return match(self.pool, self.groups, keys, self.block_size)
+
+    def lacks_room(self, seq: Sequence) -> bool:
+        pool = self.pool
+        if sum(group.most_blocks(seq.num_tokens, self.chunk) for group in self.groups) <= pool.num_free:
+            return False
+        found, num_cached = self.find(seq)
+        num_new = sum(self._lacking(seq, found, num_cached, seq.num_tokens))
+        num_taken = num_new + sum(not pool.is_held(block) for block in _blocks_in(found))
+        return num_taken > pool.num_free and not self.is_coming(seq, num_cached // self.block_size)
+
+    def _take(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        lacking, shared = self._lacking(seq, found, num_cached, seq.num_tokens), _blocks_in(found)
+        blocks = self.pool.try_allocate(sum(lacking), shared=shared)
+        if blocks is None:
+            return False
+        seq.tables = found
+        self._add(seq, lacking, blocks[len(shared) :])
+        return True
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Gives back what lies before the windows, and then gives the sequence blocks for `num_tokens`
+        tokens. Returns False if too few are free."""
+        # The host may know of fewer tokens than are planned, and a step in flight may sample fewer.
+        position = min(seq.num_computed, len(seq.token_ids) - 1)
+        for group, table in zip(self.groups, seq.tables):
+            end = start = min(group.first_block(position), len(table))
+            while start and table[start - 1] != NO_BLOCK:
+                start -= 1
+            self._release(table[start:end])
+            table[start:end] = [NO_BLOCK] * (end - start)
+        lacking = self._lacking(seq, seq.tables, position, num_tokens)
+        blocks = self.pool.try_allocate(sum(lacking))
+        if blocks is None:
+            return False
+        self._add(seq, lacking, blocks)
+        return True
+
+    def blocks_of(self, seq: Sequence) -> list[int]:
+        own = [
+            (i * group.block_size, block)
+            for group, table in zip(self.groups, seq.tables)
+            for i, block in enumerate(table)
+            if block != NO_BLOCK
+        ]
+        return [block for _, block in sorted(own)]
+
+    def _lacking(
+        self, seq: Sequence, tables: abc.Sequence[list[int]], position: int, num_tokens: int
+    ) -> list[int]:
+        """Returns how many blocks each table lacks for `num_tokens` tokens. A table of a group with a window
+        has those of one chunk after `position`, so that the rest of a prompt needs no more blocks at once
+        than its first chunk."""
+        reach = min(max(num_tokens, seq.num_tokens), position + self.chunk)
+        return [
+            max(0, group.num_blocks(num_tokens if group.window is None else reach) - len(table))
+            for group, table in zip(self.groups, tables)
+        ]
+
+    def _add(self, seq: Sequence, lacking: list[int], blocks: list[int]) -> None:
+        """Divides new blocks among the tables."""
+        ends = accumulate(lacking)
+        for table, num, end in zip(seq.tables, lacking, ends):
+            table += blocks[end - num : end]
+        seq.room = min(len(table) * group.block_size for group, table in zip(self.groups, seq.tables))
+
+    def _make_findable(self, seq: Sequence, start: int, end: int) -> None:
+        for g, group in enumerate(self.groups):
+            step = group.block_size // self.block_size
+            first, own_end = start // step, end // step
+            keys = [group_key(seq.keys[(i + 1) * step - 1], g) for i in range(first, own_end)]
+            self._register(seq, keys, first, seq.tables[g][first:own_end], g)
+
+    def _check_tables(self, seq: Sequence) -> None:
+        position = min(seq.num_computed, len(seq.token_ids) - 1)
+        for group, table in zip(self.groups, seq.tables):
+            assert len(table) * group.block_size >= seq.room, "a table that is too short"
+            assert NO_BLOCK not in table[group.first_block(position) :], "a position without its block"
+
+
+def _blocks_in(tables: abc.Sequence[list[int]]) -> list[int]:
+    return [block for table in tables for block in table if block != NO_BLOCK]
