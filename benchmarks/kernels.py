@@ -142,9 +142,7 @@ def bench_linear(sweep: bool) -> None:
         weights = [randn(outs, columns) for _ in range(max(1, min(60, COLD_BYTES // num_bytes)))]
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x = randn(rows, columns)
-            ops, name = (
-                (triton_ops.linear_silu_mul, "linear_silu_mul") if gated else (triton_ops.linear, "linear")
-            )
+            ops, name = (triton_ops.linear_gated, "linear_gated") if gated else (triton_ops.linear, "linear")
             others = [(microseconds_of(partial(_cublas, x, weights, gated), len(weights)), "cuBLAS")]
             for tiles in TILES if sweep else ():
                 in_registers = rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
@@ -181,7 +179,7 @@ def _linear_add(x: torch.Tensor, weights: list[torch.Tensor], residual: torch.Te
 
 def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
     y = F.linear(x, weights[i])
-    return triton_ops.silu_mul(y) if gated else y
+    return triton_ops.gate_mul(y) if gated else y
 
 
 def _matmul(
@@ -208,12 +206,12 @@ def bench_norm(sweep: bool) -> None:
 
 def bench_silu(sweep: bool) -> None:
     for tokens, size in ((1, 3072), (256, 3072), (16384, 3072), (256, 12288), (8192, 12288)):
-        run = partial(triton_ops.silu_mul, randn(tokens, 2 * size))
+        run = partial(triton_ops.gate_mul, randn(tokens, 2 * size))
         others = []
         for block in (512, 1024, 2048, 4096) if sweep else ():
             with mock.patch.object(activation, "BLOCK", block):
                 others.append((microseconds(run), f"blocks of {block}"))
-        show("silu_mul", f"{tokens} x {size}", microseconds(run), tokens * size * 2 * 3, others)
+        show("gate_mul", f"{tokens} x {size}", microseconds(run), tokens * size * 2 * 3, others)
 
 
 def bench_rope(sweep: bool) -> None:
@@ -423,7 +421,7 @@ def bench_launch(sweep: bool) -> None:
     head_weight = randn(128)
     calls: dict[str, Callable[[], object]] = {
         "add_rms_norm": lambda: triton_ops.add_rms_norm(x, x, weight, 1e-6),
-        "silu_mul": lambda: triton_ops.silu_mul(qkv),
+        "gate_mul": lambda: triton_ops.gate_mul(qkv),
         "qk_norm_rope": lambda: triton_ops.qk_norm_rope_store(
             qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, LayerCache(kv)
         ),

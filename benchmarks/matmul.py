@@ -97,7 +97,9 @@ def _microseconds(shape: Shape, rows: int, chosen: Matmul, prefetches: bool) -> 
 
     def run(i: int) -> object:
         if shape.before is Before.NORM:
-            return linear.add_norm_linear(None, x, norm, 1e-6, weights[i], None, shape.gated)
+            return linear.add_norm_linear(
+                None, x, norm, 1e-6, weights[i], None, "silu" if shape.gated else None
+            )
         if shape.after is After.ADD:
             left = linear.linear_add(x, weights[i], None, residual)
             return left if left is None else residual.add_(left)
@@ -143,7 +145,7 @@ def _in_bf16(
     weights: list[torch.Tensor], x: torch.Tensor, residual: torch.Tensor, after: After, i: int
 ) -> None:
     if after is After.SILU_MUL:
-        linear.linear_silu_mul(x, weights[i], None)
+        linear.linear_gated(x, weights[i], None)
     elif after is After.NOTHING:
         linear.linear(x, weights[i], None)
     elif (left := linear.linear_add(x, weights[i], None, residual)) is not None:

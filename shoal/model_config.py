@@ -80,6 +80,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"  # of gated MLPs, by the names of kernels/reference.py
     embedding_multiplier: float = 1.0  # factor of embeddings
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits

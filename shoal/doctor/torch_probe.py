@@ -100,10 +100,10 @@ def runs_triton(torch: Any) -> None:
         from triton import __version__ as version
 
         from shoal.kernels import reference
-        from shoal.kernels.activation import silu_mul
+        from shoal.kernels.activation import gate_mul
 
         x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
-        is_right = torch.allclose(silu_mul(x), reference.silu_mul(x), rtol=2e-2, atol=2e-2)
+        is_right = torch.allclose(gate_mul(x), reference.gate_mul(x), rtol=2e-2, atol=2e-2)
     except Exception as error:  # noqa: BLE001   compilers raise what they like
         say(triton=None, error=f"{type(error).__name__}: {error}"[-300:])
     else:

@@ -1,4 +1,4 @@
-"""Elementwise ops in Triton: SiLU(gate) * up, and the embedding's rows.
+"""Elementwise ops in Triton: activation(gate) * up, and the embedding's rows.
 
 T tokens · F intermediate · D hidden · V vocabulary. The oracle is reference.py.
 """
@@ -22,22 +22,34 @@ def silu(x):
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
+    """An activation of float32 numbers, by the names of reference.py."""
+    if ACTIVATION == "gelu_tanh":
+        z = x * (1.5957691216 + 0.0713548163 * x * x)  # (1 + tanh(u)) / 2 is the sigmoid of 2u.
+    else:
+        z = x
+    return x / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _gate_mul_kernel(gate_up_ptr, out_ptr, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < F
     gate = tl.load(gate_up_ptr + token * 2 * F + columns, mask=mask).to(tl.float32)
     up = tl.load(gate_up_ptr + token * 2 * F + F + columns, mask=mask).to(tl.float32)
-    tl.store(out_ptr + token * F + columns, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    hidden = (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * F + columns, hidden, mask=mask)
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up, [T, F]. The first half of the columns is gate, the second is up."""
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Returns activation(gate) * up, [T, F]. The first half of the columns is gate, the second is up."""
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = empty_matmul_input(gate_up_T2F, num_tokens, size)
     block = min(BLOCK, next_power_of_2(size))
-    _silu_mul_kernel[(num_tokens, cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
+    grid = (num_tokens, cdiv(size, block))
+    _gate_mul_kernel[grid](gate_up_T2F, out_TF, size, ACTIVATION=activation, BLOCK=block)
     return out_TF
 
 

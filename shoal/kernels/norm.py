@@ -1,4 +1,4 @@
-"""RMSNorm in Triton, alone and after the residual sum.
+"""RMSNorm in Triton: alone, after the residual sum, and before it.
 
 A row is read once and stays in registers. There is one program for each row. If there are thousands, a
 program takes two rows, because the GPU starts a limited number of programs per microsecond, whatever they
@@ -51,8 +51,40 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + first + at, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / D + eps)
-    normed = (x32 * scale[:, None]).to(x.dtype).to(tl.float32)
+    normed = (x32 * scale[:, None]).to(weight.dtype).to(tl.float32)
     tl.store(out_ptr + first + at, (normed * weight.to(tl.float32)).to(x.dtype), mask=mask)
+
+
+@triton.jit
+def _add_normed_kernel(
+    x_ptr,
+    weight_ptr,
+    eps,
+    residual_ptr,
+    next_weight_ptr,
+    next_eps,
+    out_ptr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    at, mask = tl.program_id(0).to(tl.int64) * D + columns, columns < D
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    if next_weight_ptr is not None:
+        next_weight = tl.load(next_weight_ptr + columns, mask=mask, other=0.0)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    before = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x32 = x.to(tl.float32)
+    normed = (x32 * tl.rsqrt(tl.sum(x32 * x32) / D + eps)).to(weight.dtype).to(tl.float32)
+    normed = (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
+    total = (before + normed).to(x.dtype)
+    tl.store(residual_ptr + at, total, mask=mask)
+    if next_weight_ptr is not None:
+        x32 = total.to(tl.float32)
+        normed = (x32 * tl.rsqrt(tl.sum(x32 * x32) / D + next_eps)).to(next_weight.dtype).to(tl.float32)
+        tl.store(out_ptr + at, (normed * next_weight.to(tl.float32)).to(x.dtype), mask=mask)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,6 +104,39 @@ def add_rms_norm(
     return out_TD
 
 
+def add_normed(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    next_weight_D: torch.Tensor | None = None,
+    next_eps: float = 0.0,
+) -> torch.Tensor | None:
+    """residual += the norm of x, in place. With `next_weight_D`, returns the next norm, of that sum."""
+    assert x_TD.is_contiguous() and residual_TD.is_contiguous()
+    out_TD = None if next_weight_D is None else empty_matmul_input(x_TD, *x_TD.shape)
+    rows, size = x_TD.shape
+    block = next_power_of_2(size)
+    _add_normed_kernel[(rows,)](
+        x_TD,
+        weight_D,
+        eps,
+        residual_TD,
+        next_weight_D,
+        next_eps,
+        out_TD,
+        D=size,
+        BLOCK=block,
+        num_warps=_warps(block),
+        **pdl_options(),
+    )
+    return out_TD
+
+
+def _warps(block: int) -> int:
+    return min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
+
+
 def _launch(
     x_TD: torch.Tensor,
     residual_TD: torch.Tensor,
@@ -83,7 +148,6 @@ def _launch(
     size = x_TD.shape[-1]
     num_rows = x_TD.numel() // size
     block = next_power_of_2(size)
-    warps = min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
     rows = 2 if num_rows >= MANY_ROWS and block <= 8192 else 1
     _rms_norm_kernel[(cdiv(num_rows, rows),)](
         x_TD,
@@ -96,6 +160,6 @@ def _launch(
         ADD=add,
         ROWS=rows,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=_warps(block),
         **pdl_options(),
     )

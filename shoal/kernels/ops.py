@@ -28,7 +28,17 @@ class Ops(Protocol):
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
+    def add_normed(
+        self,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        eps: float,
+        residual_TD: torch.Tensor,
+        next_weight_D: torch.Tensor | None = None,
+        next_eps: float = 0.0,
+    ) -> torch.Tensor | None: ...
+
+    def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tensor: ...
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
@@ -42,8 +52,12 @@ class Ops(Protocol):
         residual_TO: torch.Tensor,
     ) -> torch.Tensor | None: ...
 
-    def linear_silu_mul(
-        self, x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+    def linear_gated(
+        self,
+        x_TI: torch.Tensor,
+        weight_2FI: torch.Tensor,
+        bias_2F: torch.Tensor | None,
+        activation: str = "silu",
     ) -> torch.Tensor: ...
 
     def add_norm_linear(
@@ -54,7 +68,7 @@ class Ops(Protocol):
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def qk_norm_rope_store(

@@ -1,12 +1,16 @@
 """Norms, activation, rope, embedding and the batch state in plain PyTorch: the oracle of the kernels beside
 this file, and the CPU's ops where it has nothing faster. Each room of kernels has a reference.py of its own.
 
-Norms accumulate in float32 and round as transformers does: they normalise, cast, then multiply by the weight.
+Norms accumulate in float32 and round as transformers does: they normalise, cast to the weight's dtype, then
+multiply by the weight. So the product of a norm whose weight is float32 is rounded once, after it.
 T tokens · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V
 vocabulary · R state rows · M blocks of a sequence.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +23,8 @@ FP8_MAX = 448.0  # the largest number in e4m3
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     x32 = x_TD.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x_TD.dtype) * weight_D
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (normed.to(weight_D.dtype) * weight_D).to(x_TD.dtype)
 
 
 def add_rms_norm(
@@ -30,9 +35,29 @@ def add_rms_norm(
     return rms_norm(residual_TD, weight_D, eps)
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def add_normed(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    next_weight_D: torch.Tensor | None = None,
+    next_eps: float = 0.0,
+) -> torch.Tensor | None:
+    """residual += the norm of x, in place. With `next_weight_D`, returns the next norm, of that sum."""
+    residual_TD += rms_norm(x_TD, weight_D, eps)
+    return None if next_weight_D is None else rms_norm(residual_TD, next_weight_D, next_eps)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Returns activation(gate) * up, [T, F]. Gate is the first half of the columns, up the second."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return (F.silu(gate_TF.float()) * up_TF.float()).to(gate_up_T2F.dtype)
+    return (ACTIVATIONS[activation](gate_TF.float()) * up_TF.float()).to(gate_up_T2F.dtype)
 
 
 def qk_norm_rope_store(

@@ -112,8 +112,16 @@ def _qk_norm_rope_store_kernel(
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / N + eps)[:, None]
-        x1 = ((x1 * scale).to(first.dtype).to(tl.float32) * weight1).to(first.dtype).to(tl.float32)
-        x2 = ((x2 * scale).to(first.dtype).to(tl.float32) * weight2).to(first.dtype).to(tl.float32)
+        x1 = (
+            ((x1 * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32) * weight1)
+            .to(first.dtype)
+            .to(tl.float32)
+        )
+        x2 = (
+            ((x2 * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32) * weight2)
+            .to(first.dtype)
+            .to(tl.float32)
+        )
     first = tl.where(is_v, first, (x1 * cos - x2 * sin).to(first.dtype))
     second = tl.where(is_v, second, (x2 * cos + x1 * sin).to(first.dtype))
 

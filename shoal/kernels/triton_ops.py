@@ -1,10 +1,10 @@
 """The ops on a GPU: see ops.py for the list, the reference.py of each room for what each means."""
 
-from shoal.kernels.activation import embed, silu_mul
+from shoal.kernels.activation import embed, gate_mul
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
-from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_silu_mul
+from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
-from shoal.kernels.norm import add_rms_norm, rms_norm
+from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
 from shoal.kernels.sampling.bad_words_triton import ban_words
@@ -19,6 +19,7 @@ from shoal.kernels.sampling.token_history_triton import remember_last, set_last,
 __all__ = [
     "add_bias",
     "add_norm_linear",
+    "add_normed",
     "add_rms_norm",
     "apply_updates",
     "ban_stops",
@@ -26,12 +27,13 @@ __all__ = [
     "begin_decode",
     "copy_ints",
     "embed",
+    "gate_mul",
     "join_parts",
     "keep_allowed",
     "keep_bits",
     "linear",
     "linear_add",
-    "linear_silu_mul",
+    "linear_gated",
     "moe",
     "penalize",
     "qk_norm_rope_store",
@@ -40,6 +42,5 @@ __all__ = [
     "sample",
     "sample_parts",
     "set_last",
-    "silu_mul",
     "take_rows",
 ]

@@ -114,7 +114,7 @@ class Experts(nn.Module):
 
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         group = self._group(expert)
-        return group.w2.format.matmul(group.w13.format.gated(x, None), None)
+        return group.w2.format.matmul(group.w13.format.gated(x, None, "silu", None), None)
 
 
 class MoE(nn.Module):

@@ -105,7 +105,7 @@ class Linear(MatrixLayer):
             return self.format.matmul(x_TI, bias)
         return self.format.add(x_TI, bias, residual_TO)
 
-    def silu_mul(self, x_TI: torch.Tensor, reader: Linear | None = None) -> torch.Tensor:
-        """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It comes
-        as `reader` wants it, the layer that takes it next."""
-        return self.format.gated(x_TI, self.bias, None if reader is None else reader.format)
+    def gated(self, x_TI: torch.Tensor, activation: str, reader: Linear | None = None) -> torch.Tensor:
+        """activation(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It
+        comes as `reader` wants it, the layer that takes it next."""
+        return self.format.gated(x_TI, self.bias, activation, None if reader is None else reader.format)

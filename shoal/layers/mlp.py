@@ -1,4 +1,4 @@
-"""The feed-forward half of a dense layer: the norm of the residual, then SwiGLU (Shazeer 2020).
+"""The feed-forward half of a dense layer: the norm of the residual, then a gated MLP (Shazeer 2020).
 
 It takes what is to be added to the residual (None: nothing), and returns what the next layer has to add, and
 the new residual. On several ranks what is to be added is each rank's part of a sum.
@@ -19,7 +19,7 @@ from shoal.model_config import ModelConfig
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size, self.activation = config.intermediate_size, config.activation
         self.gate_up_proj = Linear(
             config.hidden_size,
             {"gate_proj": size, "up_proj": size},
@@ -42,6 +42,6 @@ class MLP(nn.Module):
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         hidden_TF, residual_TD = norm.add_linear(
-            x_TD, residual_TD, self.gate_up_proj, silu_mul=True, reader=self.down_proj
+            x_TD, residual_TD, self.gate_up_proj, activation=self.activation, reader=self.down_proj
         )
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD

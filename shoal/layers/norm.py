@@ -48,11 +48,11 @@ class RMSNorm(LoadingLayer):
         x_TD: torch.Tensor | None,
         residual_TD: torch.Tensor,
         linear: Linear,
-        silu_mul: bool = False,
+        activation: str | None = None,
         reader: Linear | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which
-        is the new residual. `linear` is not split over its inputs. x None: nothing to add.
+        """Returns `linear`, or with an activation its `gated` for `reader`, of the norm of residual + x; and
+        that sum, which is the new residual. `linear` is not split over its inputs. x None: nothing to add.
 
         One row takes one kernel, on one rank.
         """
@@ -60,11 +60,11 @@ class RMSNorm(LoadingLayer):
         if x_TD is not None:
             normed_TD = self._sum_and_norm(x_TD, residual_TD)
             if normed_TD is not None:
-                if silu_mul:
-                    return linear.format.gated(normed_TD, linear.bias, reads), residual_TD
+                if activation is not None:
+                    return linear.format.gated(normed_TD, linear.bias, activation, reads), residual_TD
                 return linear.format.matmul(normed_TD, linear.bias), residual_TD
             x_TD = self._summed(x_TD)
-        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul, reads)
+        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, activation, reads)
 
     def _sum_and_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """Does `add` in one kernel with the sum over the ranks. Returns None and does nothing without such

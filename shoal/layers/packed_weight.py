@@ -65,7 +65,7 @@ class FusedMatrix(PackedMatrix, Protocol):
     ) -> torch.Tensor | None: ...
 
     def gated(
-        self, x_TI: Rows, bias_2F: torch.Tensor | None, group: int | None = None
+        self, x_TI: Rows, bias_2F: torch.Tensor | None, group: int | None = None, activation: str = "silu"
     ) -> torch.Tensor | Fp8Rows:
         """`group`: what the next matmul's `fp8_group` says."""
 
@@ -80,7 +80,7 @@ class FusedMatrix(PackedMatrix, Protocol):
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
     ) -> torch.Tensor | None:
         """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
 
@@ -123,10 +123,10 @@ class FusedWeight(PackedWeight):
         return self.packed.add(x_TI, bias_O, residual_TO)
 
     def gated(
-        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str, reader: WeightFormat | None
     ) -> torch.Tensor:
         group = None if reader is None else reader.fp8_group(len(x_TI))
-        return cast(torch.Tensor, self.packed.gated(x_TI, bias_2F, group))
+        return cast(torch.Tensor, self.packed.gated(x_TI, bias_2F, group, activation))
 
     def normed(
         self,
@@ -135,16 +135,17 @@ class FusedWeight(PackedWeight):
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
         reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if x_TI is None:
-            product = self.packed.of_norm(residual_TI, norm_weight_I, eps, bias_O, gated)
+            product = self.packed.of_norm(residual_TI, norm_weight_I, eps, bias_O, activation)
             if product is not None:
                 return product, residual_TI
         normed_TI = cast(torch.Tensor, self.packed.normed(x_TI, residual_TI, norm_weight_I, eps))
-        product = self.gated(normed_TI, bias_O, reader) if gated else self.matmul(normed_TI, bias_O)
-        return product, residual_TI
+        if activation is None:
+            return self.matmul(normed_TI, bias_O), residual_TI
+        return self.gated(normed_TI, bias_O, activation, reader), residual_TI
 
 
 def is_multiplied(tensor: QuantizedTensor, device: torch.device) -> bool:

@@ -46,10 +46,10 @@ class WeightFormat:
         return self.matmul(x_TI, bias_O)
 
     def gated(
-        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str, reader: WeightFormat | None
     ) -> torch.Tensor:
-        """silu(first half of the outputs) * second half, [T, F], as `reader` wants it."""
-        return self.ops.silu_mul(self.matmul(x_TI, bias_2F))
+        """activation(first half of the outputs) * second half, [T, F], as `reader` wants it."""
+        return self.ops.gate_mul(self.matmul(x_TI, bias_2F), activation)
 
     def normed(
         self,
@@ -58,17 +58,19 @@ class WeightFormat:
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
         reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matmul of the norm of residual + x (x None: of the residual), gated (as `reader` wants it) or
-        not; and that sum."""
+        """The matmul of the norm of residual + x (x None: of the residual), with an activation gated (as
+        `reader` wants it); and that sum."""
         normed_TI = (
             self.ops.rms_norm(residual_TI, norm_weight_I, eps)
             if x_TI is None
             else self.ops.add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
         )
-        return (self.gated if gated else self.matmul)(normed_TI, bias_O), residual_TI
+        if activation is None:
+            return self.matmul(normed_TI, bias_O), residual_TI
+        return self.gated(normed_TI, bias_O, activation, reader), residual_TI
 
 
 class PlainWeight(WeightFormat):
@@ -90,9 +92,9 @@ class PlainWeight(WeightFormat):
         return self.ops.linear_add(x_TI, self.weight_OI, bias_O, residual_TO)
 
     def gated(
-        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str, reader: WeightFormat | None
     ) -> torch.Tensor:
-        return self.ops.linear_silu_mul(x_TI, self.weight_OI, bias_2F)
+        return self.ops.linear_gated(x_TI, self.weight_OI, bias_2F, activation)
 
     def normed(
         self,
@@ -101,7 +103,8 @@ class PlainWeight(WeightFormat):
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
         reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.add_norm_linear(x_TI, residual_TI, norm_weight_I, eps, self.weight_OI, bias_O, gated)
+        weights = norm_weight_I, eps, self.weight_OI, bias_O
+        return self.ops.add_norm_linear(x_TI, residual_TI, *weights, activation)

@@ -36,7 +36,7 @@ def check_chain_of_rings(x: torch.Tensor, up: FusedWeight, down: FusedWeight) ->
     norm = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
 
     def add_layer(residual: torch.Tensor) -> None:
-        hidden = up.of_norm(residual, norm, 1e-6, None, True)
+        hidden = up.of_norm(residual, norm, 1e-6, None, "silu")
         if hidden is None:
             hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
         down.add(hidden, None, residual)

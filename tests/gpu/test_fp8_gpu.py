@@ -65,14 +65,14 @@ def test_matmuls(rows: int, outs: int, inputs: int, group: int) -> None:
     weight.add(x, bias, residual)
     assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
     assert torch.equal(residual, before[1:-1] + y)
-    assert error(weight.gated(x, bias), reference.silu_mul(exact)) < 1e-2
+    assert error(weight.gated(x, bias), reference.gate_mul(exact)) < 1e-2
     assert torch.equal(weight.linear(x, bias), y)
 
 
 @GROUPS
 @pytest.mark.parametrize("size", [64, 576, 4096, 12288, 29568])
 def test_rows_become_fp8_as_torch_rounds_them(size: int, group: int) -> None:
-    from shoal.kernels.quant.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
+    from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize, rms_norm_fp8
 
     print("seed", torch.manual_seed(23).initial_seed())
     x = (torch.randn(70, 2 * size, device=DEVICE) * torch.rand(70, 1, device=DEVICE) * 50).to(BF16)
@@ -86,7 +86,7 @@ def test_rows_become_fp8_as_torch_rounds_them(size: int, group: int) -> None:
 
     half, weight = x[:, :size].contiguous(), torch.rand(size, device=DEVICE).to(BF16)
     check(quantize(half, group), quantize_rows(half, group))
-    check(silu_mul_fp8(x, group), quantize_rows(reference.silu_mul(x), group))
+    check(gate_mul_fp8(x, group), quantize_rows(reference.gate_mul(x), group))
     if size <= 16384:
         for add in (None, torch.randn_like(half)):
             residual = half.clone()
@@ -113,8 +113,8 @@ def test_one_row_of_a_norm(outs: int, inputs: int, group: int) -> None:
     x, weight, matrix, bias = operands(1, outs, inputs, group)
     norm = (torch.rand(inputs, device=DEVICE) + 0.5).to(BF16)
     exact = F.linear(reference.rms_norm(x, norm, 1e-6).float(), matrix, bias.float())
-    for gated, expected, limit in ((False, exact, 4e-3), (True, reference.silu_mul(exact), 1e-2)):
-        y = weight.of_norm(x, norm, 1e-6, bias, gated)
+    for gated, expected, limit in ((False, exact, 4e-3), (True, reference.gate_mul(exact), 1e-2)):
+        y = weight.of_norm(x, norm, 1e-6, bias, "silu" if gated else None)
         assert (y is not None) == gpu_of(DEVICE).hopper
         assert y is None or error(y, expected) < limit
 

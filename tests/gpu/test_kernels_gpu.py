@@ -60,10 +60,31 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("weights", [None, FP32], ids=["plain", "float32"])
+@pytest.mark.parametrize("shape", [(1, 3840), (257, 640), (16384, 5376), (5, 123), (0, 64)])
+def test_norms_before_a_sum(shape: tuple[int, int], weights: torch.dtype | None, dtype: torch.dtype) -> None:
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    first, second = (randn(shape[1], dtype=weights or dtype) for _ in range(2))
+    torch.testing.assert_close(
+        triton_ops.rms_norm(x, first, 1e-6), reference.rms_norm(x, first, 1e-6), **TOLERANCES[dtype]
+    )
+    ours, want = residual.clone(), residual.clone()
+    assert triton_ops.add_normed(x, first, 1e-6, ours) is None
+    reference.add_normed(x, first, 1e-6, want)
+    torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+    again = residual.clone()
+    normed = triton_ops.add_normed(x, first, 1e-6, again, second, 1e-3)
+    assert torch.equal(again, ours)
+    torch.testing.assert_close(normed, reference.rms_norm(ours, second, 1e-3), **TOLERANCES[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 3072), (16384, 3072), (3, 12288), (5, 123), (65537, 48)])
-def test_silu_mul_and_embed(tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_gate_mul_and_embed(tokens: int, size: int, activation: str, dtype: torch.dtype) -> None:
     x = randn(tokens, 2 * size, dtype=dtype)
-    torch.testing.assert_close(triton_ops.silu_mul(x), reference.silu_mul(x), **TOLERANCES[dtype])
+    ours, expected = triton_ops.gate_mul(x, activation), reference.gate_mul(x, activation)
+    torch.testing.assert_close(ours, expected, **TOLERANCES[dtype])
     ids = torch.randint(0, tokens, (257,), dtype=torch.int32, device=DEVICE)
     assert torch.equal(triton_ops.embed(ids, x), x[ids.long()])
 

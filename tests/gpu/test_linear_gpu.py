@@ -108,7 +108,7 @@ def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns:
     x, weight, _ = operands(rows, outs * (1 + gated), columns, torch.bfloat16)
     room = torch.full((256, columns), float("nan"), device=DEVICE, dtype=torch.bfloat16)
     room[:rows] = x
-    product = triton_ops.linear_silu_mul if gated else triton_ops.linear
+    product = triton_ops.linear_gated if gated else triton_ops.linear
     assert torch.equal(product(room[:rows], weight, None), product(x, weight, None))
 
 
@@ -120,7 +120,7 @@ def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns:
 def test_gated_products(rows: int, size: int, columns: int) -> None:
     x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
     gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)
-    assert error(triton_ops.linear_silu_mul(x, weight, bias), F.silu(gate) * up) < 8e-3
+    assert error(triton_ops.linear_gated(x, weight, bias), F.silu(gate) * up) < 8e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -129,9 +129,9 @@ def test_gated_products(rows: int, size: int, columns: int) -> None:
 def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, _ = operands(rows, 2 * size, columns, dtype)
     gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=1)
-    ours = triton_ops.linear_silu_mul(x, weight, None)
+    ours = triton_ops.linear_gated(x, weight, None)
     assert error(ours, F.silu(gate) * up) < 8e-3
-    assert torch.equal(triton_ops.linear_silu_mul(x[:4096], weight, None), ours[:4096])
+    assert torch.equal(triton_ops.linear_gated(x[:4096], weight, None), ours[:4096])
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,14 @@ def test_sum_norm_and_product(rows: int, outs: int, columns: int, gated: bool) -
     y = F.linear(
         F.rms_norm(total.float(), (columns,), norm_weight.float(), 1e-6), weight.float(), bias.float()
     )
-    ours, ours_total = triton_ops.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
+    ours, ours_total = triton_ops.add_norm_linear(
+        x, residual, norm_weight, 1e-6, weight, bias, "silu" if gated else None
+    )
     assert torch.equal(ours_total, total)
     assert error(ours, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
-    of_the_sum, unchanged = triton_ops.add_norm_linear(None, total, norm_weight, 1e-6, weight, bias, gated)
+    of_the_sum, unchanged = triton_ops.add_norm_linear(
+        None, total, norm_weight, 1e-6, weight, bias, "silu" if gated else None
+    )
     assert unchanged is total and torch.equal(total, ours_total)
     assert error(of_the_sum, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
 
@@ -161,7 +165,7 @@ def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() ->
     def chain(wait: bool) -> torch.Tensor:
         y, residual = x, torch.zeros_like(x)
         for _ in range(60):
-            y, residual = triton_ops.add_norm_linear(y, residual, norm_weight, 1e-6, weight, None, False)
+            y, residual = triton_ops.add_norm_linear(y, residual, norm_weight, 1e-6, weight, None, None)
             y = triton_ops.linear(y, weight, None)
             if wait:
                 torch.cuda.synchronize()
@@ -196,7 +200,7 @@ def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time
     def chain(wait: bool) -> torch.Tensor:
         residual = x.clone()
         for _ in range(60):
-            hidden, residual = triton_ops.add_norm_linear(None, residual, norm_weight, 1e-6, up, None, True)
+            hidden, residual = triton_ops.add_norm_linear(None, residual, norm_weight, 1e-6, up, None, "silu")
             triton_ops.linear_add(hidden, down, None, residual)
             if wait:
                 torch.cuda.synchronize()
@@ -213,9 +217,9 @@ def test_a_norm_inside_a_ring_rounds_as_the_norm_itself(outs: int, inputs: int, 
     if kernel_of(x, weight, gated, Before.NORM) is not Kernel.HOPPER_ROW:
         pytest.skip("needs Hopper")
     norm_weight = torch.rand_like(x[0])
-    ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, gated)
+    ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, "silu" if gated else None)
     apart = triton_ops.rms_norm(x, norm_weight, 1e-6)
-    expected = (triton_ops.linear_silu_mul if gated else triton_ops.linear)(apart, weight, bias)
+    expected = (triton_ops.linear_gated if gated else triton_ops.linear)(apart, weight, bias)
     # the sums of squares have different orders: here and there a last bit
     assert error(ours, expected.float()) < 2e-4
 

@@ -26,6 +26,7 @@ SOURCES = ("linear.c", "fp8.c", "ops.c", "attention.c", "layers.c", "sample.c", 
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the enum of cpu.h
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_packed_bytes": (c_int64, (c_int, c_int, c_int)),
     "shoal_pack": (None, (c_void_p, c_void_p, c_int64, c_int, c_int, c_int)),
@@ -33,7 +34,11 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_fp8_linear": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_void_p)),
     "shoal_embed": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
-    "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
+    "shoal_add_normed": (
+        None,
+        (c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p),
+    ),
+    "shoal_gate_mul": (None, (c_void_p, c_int, c_int, c_int, c_void_p)),
     "shoal_qk_norm_rope_store": (
         None,
         (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float),

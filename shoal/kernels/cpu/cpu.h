@@ -42,9 +42,13 @@ typedef struct {
     int32_t num_seqs, max_kv_len;
 } Sequences;
 
+// The activations of a gated MLP.
+enum { SILU, GELU_TANH };
+
 int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y);
 void shoal_rms_norm(const float *x, float *residual, const float *weight, float eps, int rows, int n, float *out);
-void shoal_silu_mul(const float *x, int rows, int n, float *out);
+void shoal_add_normed(const float *x, const float *weight, float eps, float *residual, const float *next_weight, float next_eps, int rows, int n, float *out);
+void shoal_gate_mul(const float *x, int rows, int n, int activation, float *out);
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
                               const float *q_weight, const float *k_weight, float eps);
 int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float *out);

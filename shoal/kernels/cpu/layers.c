@@ -41,7 +41,7 @@ int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, 
         if (shoal_linear(w->o, heads, t->tokens, w->o_bias, x)) return -1;
         shoal_rms_norm(x, residual, w->post_norm, t->eps, t->tokens, hidden, x);
         if (shoal_linear(w->gate_up, x, t->tokens, w->gate_up_bias, gate_up)) return -1;
-        shoal_silu_mul(gate_up, t->tokens, inner, gated);
+        shoal_gate_mul(gate_up, t->tokens, inner, SILU, gated);
         if (shoal_linear(w->down, gated, t->tokens, w->down_bias, x)) return -1;
     }
     return 0;

@@ -14,12 +14,12 @@ static float rms_scale(const float *x, int n, float eps) {
 
 // The rows of one op, and how they are cut into units.
 typedef struct {
-    const float *x, *weight, *cos_sin, *q_weight, *k_weight;
+    const float *x, *weight, *next_weight, *cos_sin, *q_weight, *k_weight;
     const int32_t *positions, *state_rows;
     const Cache *cache;
     float *residual, *out;
-    float eps;
-    int rows, n;
+    float eps, next_eps;
+    int rows, n, activation;
     void (*row)(const void *rows, int64_t r);
 } Rows;
 
@@ -48,17 +48,44 @@ void shoal_rms_norm(const float *x, float *residual, const float *weight, float 
     each_row((Rows){.x = x, .residual = residual, .weight = weight, .eps = eps, .rows = rows, .n = n, .out = out, .row = rms_norm_row});
 }
 
-static void silu_mul_row(const void *shared, int64_t r) {
+static void add_normed_row(const void *shared, int64_t r) {
+    const Rows *op = shared;
+    const int n = op->n;
+    const float *x = op->x + r * n;
+    float *sum = op->residual + r * n, *y = op->out + r * n, scale = rms_scale(x, n, op->eps);
+    for (int i = 0; i < n; i++) sum[i] += x[i] * scale * op->weight[i];
+    if (!op->next_weight) return;
+    scale = rms_scale(sum, n, op->next_eps);
+    for (int i = 0; i < n; i++) y[i] = sum[i] * scale * op->next_weight[i];
+}
+
+// residual += x / rms(x) * weight; then, unless next_weight is null, out = residual / rms(residual) *
+// next_weight. All are [rows, n] and contiguous. out may be x.
+void shoal_add_normed(const float *x, const float *weight, float eps, float *residual, const float *next_weight, float next_eps, int rows, int n,
+                      float *out) {
+    each_row((Rows){.x = x, .weight = weight, .eps = eps, .residual = residual, .next_weight = next_weight, .next_eps = next_eps, .rows = rows,
+                    .n = n, .out = out, .row = add_normed_row});
+}
+
+static void gate_mul_row(const void *shared, int64_t r) {
     const Rows *op = shared;
     const int n = op->n;
     const float *restrict gate = op->x + r * 2 * n, *restrict up = gate + n;
     float *restrict y = op->out + r * n;
-    for (int i = 0; i < n; i++) y[i] = gate[i] / (1 + fast_exp(gate[i] > -80 ? -gate[i] : 80)) * up[i];
+    if (op->activation == SILU) {
+        for (int i = 0; i < n; i++) y[i] = gate[i] / (1 + fast_exp(gate[i] > -80 ? -gate[i] : 80)) * up[i];
+        return;
+    }
+    // (1 + tanh(u)) / 2 is the sigmoid of 2u.
+    for (int i = 0; i < n; i++) {
+        float twice = gate[i] * (1.5957691216f + 0.0713548163f * gate[i] * gate[i]);
+        y[i] = gate[i] / (1 + fast_exp(twice > -80 ? -twice : 80)) * up[i];
+    }
 }
 
-// out[r, i] = silu(x[r, i]) * x[r, n + i].
-void shoal_silu_mul(const float *x, int rows, int n, float *out) {
-    each_row((Rows){.x = x, .rows = rows, .n = n, .out = out, .row = silu_mul_row});
+// out[r, i] = activation(x[r, i]) * x[r, n + i].
+void shoal_gate_mul(const float *x, int rows, int n, int activation, float *out) {
+    each_row((Rows){.x = x, .rows = rows, .n = n, .activation = activation, .out = out, .row = gate_mul_row});
 }
 
 static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {

@@ -10,7 +10,7 @@ import torch
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul.reference import linear, linear_add, linear_silu_mul
+from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
 from shoal.kernels.reference import apply_updates, copy_ints, embed
 from shoal.kernels.sampling import reference as sampling_reference
@@ -25,6 +25,7 @@ from shoal.kernels.sampling.token_history import remember_last, set_last, take_r
 __all__ = [
     "add_bias",
     "add_norm_linear",
+    "add_normed",
     "add_rms_norm",
     "apply_updates",
     "ban_stops",
@@ -32,12 +33,13 @@ __all__ = [
     "begin_decode",
     "copy_ints",
     "embed",
+    "gate_mul",
     "join_parts",
     "keep_allowed",
     "keep_bits",
     "linear",
     "linear_add",
-    "linear_silu_mul",
+    "linear_gated",
     "moe",
     "penalize",
     "qk_norm_rope_store",
@@ -46,7 +48,6 @@ __all__ = [
     "sample",
     "sample_parts",
     "set_last",
-    "silu_mul",
     "take_rows",
 ]
 
@@ -90,23 +91,55 @@ def add_norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     normed_TD = (
         rms_norm(residual_TD, norm_weight_D, eps)
         if x_TD is None
         else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
     )
-    return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
+    if activation is None:
+        return linear(normed_TD, weight, bias), residual_TD
+    return linear_gated(normed_TD, weight, bias, activation), residual_TD
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def add_normed(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    next_weight_D: torch.Tensor | None = None,
+    next_eps: float = 0.0,
+) -> torch.Tensor | None:
+    if LIBRARY is None or x_TD.dtype != torch.float32:
+        return reference.add_normed(x_TD, weight_D, eps, residual_TD, next_weight_D, next_eps)
+    assert x_TD.is_contiguous() and residual_TD.is_contiguous()
+    assert residual_TD.dtype == weight_D.dtype == torch.float32
+    out_TD = None if next_weight_D is None else torch.empty_like(x_TD)
+    rows, size = x_TD.shape
+    LIBRARY.shoal_add_normed(
+        x_TD.data_ptr(),
+        weight_D.data_ptr(),
+        eps,
+        residual_TD.data_ptr(),
+        None if next_weight_D is None else next_weight_D.data_ptr(),
+        next_eps,
+        rows,
+        size,
+        None if out_TD is None else out_TD.data_ptr(),
+    )
+    return out_TD
+
+
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     if LIBRARY is None or gate_up_T2F.dtype != torch.float32:
-        return reference.silu_mul(gate_up_T2F)
+        return reference.gate_mul(gate_up_T2F, activation)
     assert gate_up_T2F.is_contiguous()
     rows, width = gate_up_T2F.shape
     out_TF = torch.empty((rows, width // 2), dtype=torch.float32)
-    LIBRARY.shoal_silu_mul(gate_up_T2F.data_ptr(), rows, width // 2, out_TF.data_ptr())
+    LIBRARY.shoal_gate_mul(
+        gate_up_T2F.data_ptr(), rows, width // 2, cpu_build.ACTIVATIONS[activation], out_TF.data_ptr()
+    )
     return out_TF
 
 

@@ -26,13 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.activation import silu_mul
+from shoal.kernels.activation import gate_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.matmul.linear import epilogue, fitting_stages
 from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
-from shoal.kernels.quant.fp8_quantize import quantize, silu_mul_fp8
+from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize
 from shoal.kernels.quant.fp8_tensor import Fp8Rows
 from shoal.kernels.quant.widen import widened_words
 from shoal.kernels.rounding import cdiv
@@ -368,14 +368,20 @@ def fp8_linear(
     return _run(x_TI, matrix, bias_O, shape, residual_TO)
 
 
-def fp8_linear_silu_mul(
-    x_TI: torch.Tensor | Fp8Rows, matrix: Fp8Matrix, bias_2F: torch.Tensor | None, group: int | None = None
+def fp8_linear_gated(
+    x_TI: torch.Tensor | Fp8Rows,
+    matrix: Fp8Matrix,
+    bias_2F: torch.Tensor | None,
+    group: int | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor | Fp8Rows:
-    """silu(first half of the outputs) * second half. `group`: what the matrix that takes it next asked for by
-    `fp8_group`."""
-    if fp8_group(matrix, len(x_TI)) is not None:
+    """activation(first half of the outputs) * second half. `group`: what the matrix that takes it next asked
+    for by `fp8_group`."""
+    if fp8_group(matrix, len(x_TI)) is not None or activation != "silu":
         gate_up_T2F = fp8_linear(x_TI, matrix, bias_2F)
-        return silu_mul(gate_up_T2F) if group is None else silu_mul_fp8(gate_up_T2F, group)
+        if group is None:
+            return gate_mul(gate_up_T2F, activation)
+        return gate_mul_fp8(gate_up_T2F, group, activation)
     assert group is None  # Few rows are few for every matrix.
     outs, inputs = matrix.data.shape
     shape = Shape(outs // 2, inputs, after=After.SILU_MUL, bias=bias_2F is not None, group=matrix.group)
@@ -388,11 +394,14 @@ def fp8_linear_of_norm(
     eps: float,
     matrix: Fp8Matrix,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
 ) -> torch.Tensor | None:
-    """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    """The matmul of the residual's norm, gated if there is an activation, where one kernel makes both. None:
+    none does."""
+    if activation not in (None, "silu"):
+        return None
     weight_rows, inputs = matrix.data.shape
-    outs, after = (weight_rows // 2, After.SILU_MUL) if gated else (weight_rows, After.NOTHING)
+    outs, after = (weight_rows // 2, After.SILU_MUL) if activation else (weight_rows, After.NOTHING)
     shape = Shape(outs, inputs, Before.NORM, after, bias is not None, group=matrix.group)
     chosen = choose(shape, len(residual_TI), torch.float8_e4m3fn, gpu_of(matrix.data.device))
     if not chosen.norms or residual_TI.dtype != torch.bfloat16:

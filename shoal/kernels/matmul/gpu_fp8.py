@@ -13,8 +13,8 @@ from shoal.kernels.matmul.fp8_linear import (
     Fp8Matrix,
     fp8_group,
     fp8_linear,
+    fp8_linear_gated,
     fp8_linear_of_norm,
-    fp8_linear_silu_mul,
 )
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.quant.fp8_quantize import rms_norm_fp8
@@ -41,9 +41,13 @@ class Fp8Weight:
         fp8_linear(x_TI, self.matrix, bias_O, residual_TO)
 
     def gated(
-        self, x_TI: torch.Tensor | Fp8Rows, bias_2F: torch.Tensor | None, group: int | None = None
+        self,
+        x_TI: torch.Tensor | Fp8Rows,
+        bias_2F: torch.Tensor | None,
+        group: int | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor | Fp8Rows:
-        return fp8_linear_silu_mul(x_TI, self.matrix, bias_2F, group)
+        return fp8_linear_gated(x_TI, self.matrix, bias_2F, group, activation)
 
     def normed(
         self, x_TI: torch.Tensor | None, residual_TI: torch.Tensor, norm_weight_I: torch.Tensor, eps: float
@@ -62,10 +66,10 @@ class Fp8Weight:
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
     ) -> torch.Tensor | None:
         """The matmul of the residual's norm, gated or not, where one kernel makes both."""
-        return fp8_linear_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, gated)
+        return fp8_linear_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, activation)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, dequantized, [T, I]."""

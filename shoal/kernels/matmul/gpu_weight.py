@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.activation import silu_mul
+from shoal.kernels.activation import gate_mul
 from shoal.kernels.matmul import packed_linear
 from shoal.kernels.matmul.packed_linear import SMALLER, TiledWeight
 from shoal.kernels.norm import add_rms_norm, rms_norm
@@ -64,7 +64,7 @@ class PlainRows:
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
     ) -> torch.Tensor | None:
         """The matmul of the residual's norm, gated or not, where one kernel makes both."""
         return None
@@ -88,9 +88,15 @@ class GpuWeight(TiledWeight, PlainRows):
         return None
 
     def gated(
-        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, group: int | None = None
+        self,
+        x_TI: torch.Tensor,
+        bias_2F: torch.Tensor | None,
+        group: int | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        """silu(first half of the outputs) * second half, [T, F]."""
+        """activation(first half of the outputs) * second half, [T, F]."""
+        if activation != "silu":
+            return gate_mul(self.linear(x_TI, bias_2F), activation)
         return packed_linear.packed_matmul(self._ordered(x_TI), self, bias_2F, True)
 
     def of_norm(
@@ -99,11 +105,11 @@ class GpuWeight(TiledWeight, PlainRows):
         norm_weight_I: torch.Tensor,
         eps: float,
         bias_O: torch.Tensor | None,
-        gated: bool,
+        activation: str | None,
     ) -> torch.Tensor | None:
         if self.order is not None:
             return None
-        return packed_linear.matmul_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, gated)
+        return packed_linear.matmul_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, activation)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, [T, I]."""
@@ -134,9 +140,13 @@ class GpuWeights(PlainRows):
         return self.linear(x_TI, bias_O)
 
     def gated(
-        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, group: int | None = None
+        self,
+        x_TI: torch.Tensor,
+        bias_2F: torch.Tensor | None,
+        group: int | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        return silu_mul(self.linear(x_TI, bias_2F))
+        return gate_mul(self.linear(x_TI, bias_2F), activation)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("an embedding is one matrix")

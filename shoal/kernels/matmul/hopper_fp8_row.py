@@ -138,7 +138,7 @@ def outputs(sums, layout: gl.constexpr, mma: gl.constexpr, BY_SLICE: gl.constexp
 def normed(x, norm, I, eps, dtype: gl.constexpr):
     """RMSNorm of a row in float32, rounded where the norm's own kernel rounds."""
     scale = gl.rsqrt(gl.sum(gl.sum(x * x, axis=1), axis=0) / I + eps)
-    return ((x * scale).to(dtype).to(gl.float32) * norm.to(gl.float32)).to(dtype).to(gl.float32)
+    return ((x * scale).to(norm.dtype).to(gl.float32) * norm.to(gl.float32)).to(dtype).to(gl.float32)
 
 
 @gluon.jit

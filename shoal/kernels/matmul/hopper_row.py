@@ -115,7 +115,7 @@ def hopper_row_kernel(
     if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(x32 * x32, axis=0) / I + eps)
-        x = ((x32 * scale).to(DTYPE).to(gl.float32) * norm.to(gl.float32)).to(DTYPE)
+        x = ((x32 * scale).to(norm.dtype).to(gl.float32) * norm.to(gl.float32)).to(DTYPE)
     x_smem.store(x)
 
     column = gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from shoal.kernels.activation import silu, silu_mul
+from shoal.kernels.activation import gate_mul, silu
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import After, Before, Kernel, Matmul, Shape, Tiles, choose
@@ -242,10 +242,12 @@ def linear_add(
     return None
 
 
-def linear_silu_mul(
-    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+def linear_gated(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """silu(first half of the outputs) * second half."""
+    """activation(first half of the outputs) * second half."""
+    if activation != "silu":
+        return gate_mul(linear(x_TI, weight_2FI, bias_2F), activation)
     return _run(
         _choose(x_TI, weight_2FI, bias_2F, after=After.SILU_MUL), x_TI, weight_2FI, bias_2F, gated=True
     )
@@ -258,12 +260,17 @@ def add_norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matmul of the norm of x + residual, and that sum. x None: there is nothing to add.
+    """The matmul of the norm of x + residual, gated if there is an activation, and that sum. x None: there is
+    nothing to add.
 
     Where the norm is part of the matmul, there is one kernel, and the sum is a tensor of its own, because no
     program may write what others still read."""
+    if activation not in (None, "silu"):
+        gate_up_T2F, sum_TD = add_norm_linear(x_TD, residual_TD, norm_weight_D, eps, weight, bias, None)
+        return gate_mul(gate_up_T2F, activation), sum_TD
+    gated = activation is not None
     before = Before.NORM if x_TD is None else Before.SUM_AND_NORM
     chosen = _choose(residual_TD, weight, bias, before, After.SILU_MUL if gated else After.NOTHING)
     if not chosen.norms:
@@ -321,7 +328,7 @@ def _run(
     if chosen.tiles is not None:
         return matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
-        return silu_mul(F.linear(x_TI, weight, bias))
+        return gate_mul(F.linear(x_TI, weight, bias))
     with _exact_sums(weight.shape[0]):
         if residual_TO is None:
             return F.linear(x_TI, weight, bias)

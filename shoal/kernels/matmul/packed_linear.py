@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from shoal.kernels.activation import silu_mul
+from shoal.kernels.activation import gate_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import MAX_PACKED_TILES, After, Before, Kernel, PackedTiles, Shape, choose
@@ -378,7 +378,7 @@ def packed_matmul(
     if chosen.packed_tiles is not None:
         return matmul(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
-        return silu_mul(packed_matmul(x_TI, weight, bias, False))
+        return gate_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
     step = max(1, UNPACKED // inputs)
     for first in range(0, outs if len(x_TI) else 0, step):
@@ -398,9 +398,13 @@ def matmul_of_norm(
     eps: float,
     weight: TiledWeight,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
 ) -> torch.Tensor | None:
-    """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    """The matmul of the residual's norm, gated if there is an activation, where one kernel makes both. None:
+    none does."""
+    if activation not in (None, "silu"):
+        return None
+    gated = activation is not None
     outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     after = After.SILU_MUL if gated else After.NOTHING
     shape = Shape(outs, inputs, Before.NORM, after, bias is not None, weight.bits, weight.group)

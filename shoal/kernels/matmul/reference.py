@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.reference import add_rms_norm, rms_norm, silu_mul
+from shoal.kernels.reference import add_rms_norm, gate_mul, rms_norm
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -24,11 +24,11 @@ def linear_add(
     return None
 
 
-def linear_silu_mul(
-    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+def linear_gated(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """Returns silu(gate) * up, [T, F]. Gate is the first half of the matmul's outputs, up the second."""
-    return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
+    """Returns `gate_mul` of the matmul, [T, F]."""
+    return gate_mul(F.linear(x_TI, weight_2FI, bias_2F), activation)
 
 
 def add_norm_linear(
@@ -38,14 +38,16 @@ def add_norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two tensors. The first is `linear`, or `linear_silu_mul` if gated, of the norm of residual + x.
-    The second is that sum, which takes the residual's place, and may or may not be the same tensor. x None:
-    there is nothing to add."""
+    """Returns two tensors. The first is `linear`, or with an activation `linear_gated`, of the norm of
+    residual + x. The second is that sum, which takes the residual's place, and may or may not be the same
+    tensor. x None: there is nothing to add."""
     normed_TD = (
         rms_norm(residual_TD, norm_weight_D, eps)
         if x_TD is None
         else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
     )
-    return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
+    if activation is None:
+        return linear(normed_TD, weight, bias), residual_TD
+    return linear_gated(normed_TD, weight, bias, activation), residual_TD

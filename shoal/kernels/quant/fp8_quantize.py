@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.activation import silu
+from shoal.kernels.activation import activate
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.quant.fp8_tensor import LARGEST, SMALLEST, Fp8Rows
 from shoal.kernels.rounding import cdiv, next_power_of_2
@@ -49,11 +49,12 @@ def _quantize_kernel(
     T,
     I,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GATED: x is [T, 2I], gate beside up, and silu(gate) * up is rounded."""
+    """GATED: x is [T, 2I], gate beside up, and activation(gate) * up is rounded."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     x_ptr += row * I * (1 + GATED)
@@ -61,7 +62,7 @@ def _quantize_kernel(
     y = tl.load(x_ptr + column, mask=column < I, other=0.0)
     if GATED:
         up = tl.load(x_ptr + I + column, mask=column < I, other=0.0)
-        y = (silu(y.to(tl.float32)) * up.to(tl.float32)).to(y.dtype)
+        y = (activate(y.to(tl.float32), ACTIVATION) * up.to(tl.float32)).to(y.dtype)
     _store_fp8(y.to(tl.float32), out_ptr, scales_ptr, row, T, I, first, SCALE_GROUP)
 
 
@@ -92,18 +93,18 @@ def _rms_norm_fp8_kernel(
         tl.store(residual_ptr + row * D + column, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32) / D + eps)
-    normed = (x32 * scale).to(x.dtype).to(tl.float32)
+    normed = (x32 * scale).to(weight.dtype).to(tl.float32)
     y = (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
     _store_fp8(y, out_ptr, scales_ptr, row, T, D, 0, SCALE_GROUP)
 
 
 def quantize(x_TI: torch.Tensor, group: int) -> Fp8Rows:
-    return _quantize(x_TI, x_TI.shape[1], group, gated=False)
+    return _quantize(x_TI, x_TI.shape[1], group, None)
 
 
-def silu_mul_fp8(gate_up_T2F: torch.Tensor, group: int) -> Fp8Rows:
-    """silu(gate) * up in fp8."""
-    return _quantize(gate_up_T2F, gate_up_T2F.shape[1] // 2, group, gated=True)
+def gate_mul_fp8(gate_up_T2F: torch.Tensor, group: int, activation: str = "silu") -> Fp8Rows:
+    """activation(gate) * up in fp8."""
+    return _quantize(gate_up_T2F, gate_up_T2F.shape[1] // 2, group, activation)
 
 
 def rms_norm_fp8(
@@ -132,7 +133,7 @@ def rms_norm_fp8(
     return out
 
 
-def _quantize(x: torch.Tensor, size: int, group: int, gated: bool) -> Fp8Rows:
+def _quantize(x: torch.Tensor, size: int, group: int, activation: str | None) -> Fp8Rows:
     assert x.is_contiguous()
     out = _empty(x, size, group)
     block = max(group, min(BLOCK, next_power_of_2(size))) if group else next_power_of_2(size)
@@ -142,7 +143,8 @@ def _quantize(x: torch.Tensor, size: int, group: int, gated: bool) -> Fp8Rows:
         out.scales,
         len(x),
         size,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation,
         SCALE_GROUP=group or block,
         BLOCK=block,
         num_warps=_warps(block),

@@ -102,5 +102,5 @@ class Olmo2Layer(nn.Module):
         if out is None:
             return None, residual
         residual.add_(self.post_attention_layernorm(attention.o_proj(out)))
-        hidden = mlp.down_proj(mlp.gate_up_proj.silu_mul(residual, mlp.down_proj))
+        hidden = mlp.down_proj(mlp.gate_up_proj.gated(residual, mlp.activation, mlp.down_proj))
         return None, residual.add_(self.post_feedforward_layernorm(hidden))

@@ -37,7 +37,17 @@ def test_norms_and_gates_are_the_references(shape):
     torch.testing.assert_close(cpu_ops.add_rms_norm(x, residual, weight, 1e-5), want, **CLOSE)
     assert torch.equal(residual, want_residual)
     gate_up = unaligned(shape[0], 2 * shape[1])
-    torch.testing.assert_close(cpu_ops.silu_mul(gate_up), reference.silu_mul(gate_up), **CLOSE)
+    for activation in reference.ACTIVATIONS:
+        expected = reference.gate_mul(gate_up, activation)
+        torch.testing.assert_close(cpu_ops.gate_mul(gate_up, activation), expected, **CLOSE)
+    next_weight, ours, want = torch.randn(shape[1]), residual.clone(), residual.clone()
+    expected = reference.add_normed(x, weight, 1e-5, want, next_weight, 1e-3)
+    torch.testing.assert_close(
+        cpu_ops.add_normed(x, weight, 1e-5, ours, next_weight, 1e-3), expected, **CLOSE
+    )
+    torch.testing.assert_close(ours, want, **CLOSE)
+    assert cpu_ops.add_normed(x, weight, 1e-5, residual) is None
+    assert torch.equal(residual, ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -53,14 +63,19 @@ def test_matmuls_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
         ours = residual.clone()
         ops.linear_add(x, weight, b, ours)
         torch.testing.assert_close(ours, residual + F.linear(x, weight, b), rtol=0, atol=0)
-        y, same = ops.add_norm_linear(None, x, norm_weight, 1e-5, weight, b, False)
+        y, same = ops.add_norm_linear(None, x, norm_weight, 1e-5, weight, b, None)
         assert same is x and torch.equal(y, F.linear(ops.rms_norm(x, norm_weight, 1e-5), weight, b))
 
 
-def test_gates_saturate_and_keep_nan():
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gates_saturate_and_keep_nan(activation):
     gate_up = torch.tensor([[-200.0, -100.0, -88.0, 0.0, 88.0, 100.0, 1e30, float("nan")] + [1.0] * 8])
     torch.testing.assert_close(
-        cpu_ops.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-6, atol=1e-30, equal_nan=True
+        cpu_ops.gate_mul(gate_up, activation),
+        reference.gate_mul(gate_up, activation),
+        rtol=1e-6,
+        atol=1e-30,
+        equal_nan=True,
     )
 
 
@@ -92,7 +107,7 @@ def test_rope_rotates_in_place_and_stores_keys_and_values(norm, heads, kv_heads,
 def test_other_dtypes_go_to_the_reference():
     x, weight = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     assert torch.equal(cpu_ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    assert torch.equal(cpu_ops.silu_mul(x), reference.silu_mul(x))
+    assert torch.equal(cpu_ops.gate_mul(x), reference.gate_mul(x))
 
 
 SIZE, WIDTH = 1003, 32  # size of the vocabulary, width of a state row

@@ -23,7 +23,7 @@ from shoal.kernels.matmul import fp8_linear, gpu_fp8
 from shoal.kernels.matmul.dispatch import GPU, After, Fp8Tiles, Kernel, Shape, choose
 from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.matmul.split_k import arrival_counters
-from shoal.kernels.quant.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
+from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize, rms_norm_fp8
 from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor, quantize_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -78,10 +78,13 @@ def test_rows_become_fp8_as_torch_rounds_them(shape: tuple[int, int], dtype: tor
 
 
 @GROUPS
-@pytest.mark.parametrize("size", [1, 130, 1100])
-def test_silu_mul_writes_what_it_would_have_rounded(size: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "activation"), [(1, "silu"), (130, "silu"), (1100, "silu"), (130, "gelu_tanh")]
+)
+def test_gate_mul_writes_what_it_would_have_rounded(size: int, activation: str, group: int) -> None:
     gate_up = torch.randn(3, 2 * size).mul(3).half()
-    ours, expected = silu_mul_fp8(gate_up, group), quantize_rows(reference.silu_mul(gate_up), group)
+    ours = gate_mul_fp8(gate_up, group, activation)
+    expected = quantize_rows(reference.gate_mul(gate_up, activation), group)
     # exp of numpy and of torch differ by a last bit, and so may numbers at the middle between two of fp8
     torch.testing.assert_close(ours.scales, expected.scales, rtol=2e-3, atol=0)
     torch.testing.assert_close(ours.dequantize(), expected.dequantize(), rtol=0.13, atol=1e-3)
@@ -121,8 +124,8 @@ def test_matmuls_equal_those_of_the_unpacked_matrix(
     added = residual.clone()
     assert fp8_linear.fp8_linear(x, matrix, b, added) is added
     assert torch.equal(added, residual + y)
-    gated = fp8_linear.fp8_linear_silu_mul(x, matrix, b)
-    torch.testing.assert_close(gated.float(), reference.silu_mul(want), rtol=4e-3, atol=2e-3)
+    gated = fp8_linear.fp8_linear_gated(x, matrix, b)
+    torch.testing.assert_close(gated.float(), reference.gate_mul(want), rtol=4e-3, atol=2e-3)
 
 
 @GROUPS
@@ -141,9 +144,9 @@ def test_whole_tiles_go_from_memory_to_tensor_cores_as_they_lie(rows: int, group
     matrix, b = matrix_of(tensor, group), torch.randn(256).half()
     exact = x.float() @ tensor.dequantize().T + b.float()
     torch.testing.assert_close(fp8_linear.fp8_linear(x, matrix, b).float(), exact, rtol=2e-3, atol=2e-3)
-    gated = fp8_linear.fp8_linear_silu_mul(x, matrix, b)
+    gated = fp8_linear.fp8_linear_gated(x, matrix, b)
     assert isinstance(gated, torch.Tensor)
-    torch.testing.assert_close(gated.float(), reference.silu_mul(exact), rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(gated.float(), reference.gate_mul(exact), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5])
@@ -159,7 +162,7 @@ def test_split_inputs_are_added_by_the_last_to_arrive(gated: bool, splits: int, 
     for _ in range(2):
         out.copy_(residual)
         fp8_linear._few(tiles, x, matrix_of(tensor, group), None, out, shape)
-        expected = reference.silu_mul(want) if gated else residual + want
+        expected = reference.gate_mul(want) if gated else residual + want
         torch.testing.assert_close(out.float(), expected.float(), rtol=4e-3, atol=4e-3)
     assert not arrival_counters("fp8_linear", fp8_linear.MAX_SPLIT_TILES, x.device).any()
 
@@ -187,7 +190,7 @@ def test_nothing_is_written_beyond_few_rows() -> None:
 def test_a_matmul_of_no_rows_is_empty() -> None:
     matrix, x = matrix_of(tensor_of(14, 37, 0), 0), torch.zeros(0, 37).half()
     assert fp8_linear.fp8_linear(x, matrix, None).shape == (0, 14)
-    assert fp8_linear.fp8_linear_silu_mul(x, matrix, None).shape == (0, 7)
+    assert fp8_linear.fp8_linear_gated(x, matrix, None).shape == (0, 7)
 
 
 def test_merged_parts_lie_in_order_and_new_ones_at_their_place() -> None:
@@ -224,13 +227,13 @@ def _launch(rows: int, outs: int, inputs: int, group: int) -> None:
         bias = torch.empty(outs, dtype=BF16)
         fp8_linear.fp8_linear(x, matrix, bias)
         fp8_linear.fp8_linear(x, matrix, None, torch.empty(rows, outs, dtype=BF16))
-        fp8_linear.fp8_linear_silu_mul(x, matrix, None, fp8_linear.fp8_group(matrix, rows))
+        fp8_linear.fp8_linear_gated(x, matrix, None, fp8_linear.fp8_group(matrix, rows))
 
 
 def _quantize(size: int, group: int) -> None:
     with torch.device("meta"):
         x = torch.empty(300, 2 * size, dtype=BF16)
-        silu_mul_fp8(x, group)
+        gate_mul_fp8(x, group)
         quantize(x[:, :size].contiguous(), group)
         if size <= 16384:
             half = x[:, :size].contiguous()

@@ -92,7 +92,9 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
 def _launch_normed(outs: int, inputs: int, gated: bool, dtype: torch.dtype) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(1, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
-        linear.add_norm_linear(None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, gated)
+        linear.add_norm_linear(
+            None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, "silu" if gated else None
+        )
 
 
 def _launch(
@@ -107,7 +109,7 @@ def _launch(
         if add:
             linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
         else:
-            (linear.linear_silu_mul if gated else linear.linear)(x, weight, bias)
+            (linear.linear_gated if gated else linear.linear)(x, weight, bias)
 
 
 def _target(device: torch.device) -> GPU:

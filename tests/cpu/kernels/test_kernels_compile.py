@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_compile import check_kernels
 
-from shoal.kernels import triton_ops
+from shoal.kernels import reference, triton_ops
 from shoal.kernels.all_reduce import PLAIN_BLOCK, Peers, Way, all_reduce, all_reduce_add_rms_norm
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
@@ -38,7 +38,12 @@ for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF
     LAUNCHES[f"add_rms_norm of many rows {size} {dtype}"] = lambda x=many, w=weight: triton_ops.add_rms_norm(
         x, x.clone(), w, 1e-6
     )
-    LAUNCHES[f"silu_mul {size} {dtype}"] = lambda x=x: triton_ops.silu_mul(x)
+    exact = weight.float()
+    LAUNCHES[f"add_normed {size} {dtype}"] = lambda x=x, w=exact: triton_ops.add_normed(
+        x, w, 1e-6, x.clone(), w, 1e-6
+    )
+    for activation in reference.ACTIVATIONS:
+        LAUNCHES[f"{activation} {size} {dtype}"] = lambda x=x, a=activation: triton_ops.gate_mul(x, a)
     LAUNCHES[f"embed {size} {dtype}"] = lambda x=x: triton_ops.embed(_ints(3), x)
 
 

@@ -49,7 +49,7 @@ def test_matmuls_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool
     x, weight, b = operands(rows, outs, columns, bias, gated)
     shape = Shape(outs, columns, after=After.SILU_MUL if gated else After.NOTHING, bias=bias)
     assert choose(shape, rows, FP16, GPU()).kernel is Kernel.TRITON
-    ours = (linear.linear_silu_mul if gated else linear.linear)(x, weight, b)
+    ours = (linear.linear_gated if gated else linear.linear)(x, weight, b)
     assert ours.shape == (rows, outs) and ours.dtype == FP16
     torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
 
@@ -75,11 +75,15 @@ def test_sum_norm_and_matmul_equal_exact_ones(rows: int, outs: int, columns: int
     residual, norm_weight = torch.randn(rows, columns).to(FP16), torch.rand(columns).to(FP16)
     total = x + residual
     normed = reference.rms_norm(total.float(), norm_weight.float(), 1e-6)
-    ours, ours_total = linear.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
+    ours, ours_total = linear.add_norm_linear(
+        x, residual, norm_weight, 1e-6, weight, bias, "silu" if gated else None
+    )
     assert torch.equal(ours_total, total)
     torch.testing.assert_close(ours.float(), exact(normed, weight, bias, gated), rtol=2e-3, atol=2e-3)
     kept = total.clone()
-    of_the_sum, unchanged = linear.add_norm_linear(None, total, norm_weight, 1e-6, weight, bias, gated)
+    of_the_sum, unchanged = linear.add_norm_linear(
+        None, total, norm_weight, 1e-6, weight, bias, "silu" if gated else None
+    )
     assert torch.equal(of_the_sum, ours) and unchanged is total and torch.equal(total, kept)
 
 
@@ -104,8 +108,8 @@ def test_other_matmuls_are_torchs(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = (t.to(dtype) for t in operands(rows, 6, 10, True, False))
     assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(
-        linear.linear_silu_mul(x, weight, bias),
-        matmul_reference.linear_silu_mul(x, weight, bias),
+        linear.linear_gated(x, weight, bias),
+        matmul_reference.linear_gated(x, weight, bias),
         rtol=2e-3,
         atol=1e-5,
     )
@@ -180,12 +184,12 @@ def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype)
             torch.empty(rows, columns, dtype=dtype),
         )
         matmul, bias = (
-            linear.linear_silu_mul if gated else linear.linear,
+            linear.linear_gated if gated else linear.linear,
             torch.empty(len(weight), dtype=dtype) if outs == 3072 else None,
         )
         matmul(x, weight, bias)
-        linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, gated)
-        linear.add_norm_linear(None, x, x[0], 1e-6, weight, None, gated)
+        linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, "silu" if gated else None)
+        linear.add_norm_linear(None, x, x[0], 1e-6, weight, None, "silu" if gated else None)
         if not gated:
             linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
 

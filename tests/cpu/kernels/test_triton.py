@@ -58,10 +58,37 @@ def test_norms_equal_the_reference(shape: tuple[int, int], dtype: torch.dtype) -
 
 
 @DTYPES
+@pytest.mark.parametrize("weights", [None, torch.float32], ids=["plain", "float32"])
+@pytest.mark.parametrize("shape", [(5, 123), (1, 1), (2, 576), (0, 64)])
+def test_norms_before_a_sum_equal_the_reference(
+    shape: tuple[int, int], weights: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    x, residual, first, second = (
+        torch.randn(shape).to(dtype),
+        torch.randn(shape).to(dtype),
+        torch.randn(shape[1]).to(weights or dtype),
+        torch.randn(shape[1]).to(weights or dtype),
+    )
+    torch.testing.assert_close(
+        triton_ops.rms_norm(x, first, 1e-6), reference.rms_norm(x, first, 1e-6), **TOLERANCES[dtype]
+    )
+    ours, want = residual.clone(), residual.clone()
+    assert triton_ops.add_normed(x, first, 1e-6, ours) is None
+    reference.add_normed(x, first, 1e-6, want)
+    torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+    again = residual.clone()
+    normed = triton_ops.add_normed(x, first, 1e-6, again, second, 1e-3)
+    assert torch.equal(again, ours)
+    torch.testing.assert_close(normed, reference.rms_norm(ours, second, 1e-3), **TOLERANCES[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(5, 2 * 123), (1, 2), (3, 2 * 48), (2, 2 * 1536), (0, 8)])
-def test_silu_mul_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gate_mul_equals_the_reference(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape).mul(3).to(dtype)
-    torch.testing.assert_close(triton_ops.silu_mul(x), reference.silu_mul(x), **TOLERANCES[dtype])
+    ours, expected = triton_ops.gate_mul(x, activation), reference.gate_mul(x, activation)
+    torch.testing.assert_close(ours, expected, **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("size", [1, 123, 1100])

@@ -56,7 +56,7 @@ def op_by_op(weights, residual, step, caches, cos_sin):
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         heads = backend.attend(q, k, v, cache, step)
         x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.post_norm, EPS)
-        x = w.down.linear(cpu_ops.silu_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
+        x = w.down.linear(cpu_ops.gate_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
     return x
 
 
