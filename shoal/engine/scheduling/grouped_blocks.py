@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import abc
 from itertools import accumulate
 
-from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import group_key
 from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk, match
@@ -46,6 +46,7 @@ class GroupedBlocks(SequenceBlocks):
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.groups = tuple(groups)
+        self.largest = max(group.block_size for group in groups)
         self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
 
     def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
@@ -60,12 +61,12 @@ class GroupedBlocks(SequenceBlocks):
         if sum(group.most_blocks(seq.num_tokens, self.chunk) for group in self.groups) <= pool.num_free:
             return False
         found, num_cached = self.find(seq)
-        num_new = sum(self._lacking(seq, found, num_cached, seq.num_tokens))
+        num_new = sum(self._lacking(seq, found, num_cached, num_cached))
         num_taken = num_new + sum(not pool.is_held(block) for block in _blocks_in(found))
         return num_taken > pool.num_free and not self.is_coming(seq, num_cached // self.block_size)
 
     def _take(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
-        lacking, shared = self._lacking(seq, found, num_cached, seq.num_tokens), _blocks_in(found)
+        lacking, shared = self._lacking(seq, found, num_cached, num_cached), _blocks_in(found)
         blocks = self.pool.try_allocate(sum(lacking), shared=shared)
         if blocks is None:
             return False
@@ -84,7 +85,7 @@ class GroupedBlocks(SequenceBlocks):
                 start -= 1
             self._release(table[start:end])
             table[start:end] = [NO_BLOCK] * (end - start)
-        lacking = self._lacking(seq, seq.tables, position, num_tokens)
+        lacking = self._lacking(seq, seq.tables, seq.num_computed, num_tokens)
         blocks = self.pool.try_allocate(sum(lacking))
         if blocks is None:
             return False
@@ -101,14 +102,15 @@ class GroupedBlocks(SequenceBlocks):
         return [block for _, block in sorted(own)]
 
     def _lacking(
-        self, seq: Sequence, tables: abc.Sequence[list[int]], position: int, num_tokens: int
+        self, seq: Sequence, tables: abc.Sequence[list[int]], num_computed: int, num_tokens: int
     ) -> list[int]:
-        """Returns how many blocks each table lacks for `num_tokens` tokens. A table of a group with a window
-        has those of one chunk after `position`, so that the rest of a prompt needs no more blocks at once
-        than its first chunk."""
-        reach = min(max(num_tokens, seq.num_tokens), position + self.chunk)
+        """Returns how many blocks each table lacks for `num_tokens` tokens and for what is left of a prompt.
+        A table of a group with a window has those of one chunk, so that a prompt needs no more blocks at once
+        later than with its first chunk."""
+        whole = max(num_tokens, seq.num_tokens if seq.status is not SequenceStatus.DECODE else 0)
+        reach = max(num_tokens, min(whole, num_computed + self.chunk))
         return [
-            max(0, group.num_blocks(num_tokens if group.window is None else reach) - len(table))
+            max(0, group.num_blocks(whole if group.window is None else reach) - len(table))
             for group, table in zip(self.groups, tables)
         ]
 

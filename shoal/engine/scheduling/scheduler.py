@@ -366,7 +366,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Checks blocks, references, rows and queues. Raises AssertionError."""
-        size = self._block_size
         self.blocks.check(self.running)
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
@@ -393,8 +392,8 @@ class Scheduler:
                     "a decode with more than one token to compute"
                 )
                 # A decode of several tokens may have got blocks for more of them than it sampled.
-                surplus = (seq.room - seq.num_computed) // size
-                assert surplus == 0 or (surplus > 0 and self._queries > 1), (
+                surplus = seq.room - seq.num_computed
+                assert surplus >= 0 and (surplus < self.blocks.largest or self._queries > 1), (
                     "blocks and computed tokens differ"
                 )
 

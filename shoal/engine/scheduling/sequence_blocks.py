@@ -38,7 +38,7 @@ class SequenceBlocks:
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
-        self.block_size = block_size
+        self.block_size = self.largest = block_size  # tokens; `largest` of any block
         self.room = num_blocks * block_size  # the most tokens that one sequence can have
         self.chunk = sys.maxsize  # the most tokens of one sequence that a step may compute
         self.watchers: list[BlockWatcher] = []
@@ -228,7 +228,7 @@ class SequenceBlocks:
         """Checks references, promises and fetches. `running`: all sequences that have blocks. Raises
         AssertionError."""
         held = [*self._held.elements()]
-        for blocks in (*(seq.block_ids for seq in running), *self.fetches.held()):
+        for blocks in (*map(self.blocks_of, running), *self.fetches.held()):
             held += blocks
         self.pool.check(held)
         assert self._promised == Counter(key for seq in running for key in seq.promised), (
