@@ -25,11 +25,12 @@ from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
 from shoal.kernels.moe import moe, reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.sampling import sample
 from shoal.kernels.state import FIELDS, Field, StateLayout
+from shoal.kinds.experts import Activation, Router
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16

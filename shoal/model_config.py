@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.quantization import Quantization
 from shoal.kinds.rope import RopeConfig
 
@@ -39,16 +40,6 @@ class AttentionKind:
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
         return self.num_kv_heads * self.kv_head_replicas(tp_size) // tp_size
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsKind:
-    """A mixture of experts."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int  # each expert's
-    norm_topk_prob: bool  # the weights of a token's experts sum to 1
 
 
 @dataclass(frozen=True, slots=True)

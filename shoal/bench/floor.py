@@ -65,10 +65,12 @@ class Floor:
             else:
                 expert += 3 * model.hidden_size * experts.intermediate_size
                 dense += model.hidden_size * experts.num_experts
+                if experts.shared is not None:
+                    dense += 3 * model.hidden_size * experts.shared.intermediate_size
         self._head = model.hidden_size * model.vocab_size
         self._num_experts = self._chosen = 0
         if model.experts is not None:
-            self._num_experts, self._chosen = model.experts.num_experts, model.experts.num_experts_per_tok
+            self._num_experts, self._chosen = model.experts.num_experts, model.experts.router.top_k
         # Floating-point operations for a token, without the head.
         self._per_token = 2 * (dense + self._chosen * expert)
         all_weights = dense + self._num_experts * expert + self._head

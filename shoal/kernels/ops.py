@@ -15,8 +15,9 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.sampling.row_options import RowOptions
+from shoal.kinds.experts import Activation, Router
 
 
 class Ops(Protocol):
@@ -153,6 +154,7 @@ class Ops(Protocol):
         weights: ExpertWeights,
         activation: Activation,
         residual_TD: torch.Tensor | None = None,
+        tensors: RouterTensors = NO_TENSORS,
     ) -> torch.Tensor: ...
 
     def apply_updates(self, state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None: ...

@@ -1,26 +1,30 @@
-"""A mixture of experts in place of an MLP: the router, the experts, and their matrices on this rank. It takes
-and returns what an MLP does (mlp.py)."""
+"""A mixture of experts in place of an MLP: the router, the experts and their matrices on this rank, and the
+shared expert. It takes and returns what an MLP does (mlp.py)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
-from shoal.kernels.moe.reference import mix_experts
+from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
+from shoal.kernels.moe.reference import activate, mix_experts
 from shoal.kernels.ops import Ops
+from shoal.kinds.experts import ExpertsKind
 from shoal.layers.linear import Linear
-from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
+from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
 from shoal.layers.matrix import MatrixLayer
+from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
 from shoal.layers.packed_weight import PackedWeight, check_stack
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ExpertsKind, ModelConfig
+from shoal.layers.weight_format import PlainWeight
+from shoal.model_config import ModelConfig
 
 if TYPE_CHECKING:  # It needs Triton.
     from shoal.kernels.moe.packed_moe import PackedExperts
@@ -39,22 +43,33 @@ class ExpertMatrix(MatrixLayer):
         tp: TensorParallel,
         ops: Ops,
         stacked: bool,
+        biased: bool = False,
     ) -> None:
         """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint."""
         self.split = 0 if len(names) == 2 else 1
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
+        self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if biased else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         own = f"{path.partition('.experts.')[0]}.experts"
         for i, (expert, name) in enumerate(itertools.product(self.experts, self.names)):
             yield CheckpointTensor(f"{own}.{expert}.{name}.weight", self.shape, partial(self._load, i))
+            if self.bias is not None:
+                shape = self.shape[:1]
+                yield CheckpointTensor(f"{own}.{expert}.{name}.bias", shape, partial(self._load_bias, i))
 
     def _load(self, part: int, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), self.shape)
         length = self.shape[self.split] // self.tp.size
         self._load_part(part, narrow(tensor, self.split, self.tp.rank * length, length), name)
+
+    def _load_bias(self, part: int, tensor: Loaded, name: str) -> None:
+        check_shape(name, tuple(tensor.shape), self.shape[:1])
+        length = self.parts[part]
+        shard = tensor if self.split else narrow(tensor, 0, self.tp.rank * length, length)
+        copy_into(self._part_of(self.bias, part), shard, name)
 
     def _pack(self) -> None:
         if self.stacked:
@@ -67,17 +82,28 @@ class ExpertMatrix(MatrixLayer):
             return cast("PackedExperts", self.format.packed)
         return self.plain_weight().unflatten(0, (len(self.experts), -1))
 
+    def rank_bias(self) -> torch.Tensor | None:
+        """[rows of all experts]. None: there is none on this rank. Results of down are summed over the ranks,
+        so one of them adds its bias."""
+        return None if self.split and self.tp.rank else self.bias
+
+    def stacked_bias(self) -> torch.Tensor | None:
+        """[experts, rows of one]"""
+        bias = self.rank_bias()
+        return None if bias is None else bias.view(len(self.experts), -1)
+
 
 class ExpertGroup(nn.Module):
     """The weights of some experts: w13, of each gate over up, and w2, of each down. F is divided over the
     ranks."""
 
     def __init__(
-        self, experts: range, hidden: int, size: int, tp: TensorParallel, ops: Ops, stacked: bool
+        self, experts: range, hidden: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops, stacked: bool
     ) -> None:
         super().__init__()
-        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), (size, hidden), tp, ops, stacked)
-        self.w2 = ExpertMatrix(experts, ("down_proj",), (hidden, size), tp, ops, stacked)
+        up, down = (kind.intermediate_size, hidden), (hidden, kind.intermediate_size)
+        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), up, tp, ops, stacked, kind.biases)
+        self.w2 = ExpertMatrix(experts, ("down_proj",), down, tp, ops, stacked, kind.biases)
 
 
 class Experts(nn.Module):
@@ -87,7 +113,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
         self.kind, self.ops, self.stacked = kind, ops, True
-        self.build = partial(ExpertGroup, hidden=hidden_size, size=kind.intermediate_size, tp=tp, ops=ops)
+        self.build = partial(ExpertGroup, hidden=hidden_size, kind=kind, tp=tp, ops=ops)
         self.groups = nn.ModuleList([self.build(range(kind.num_experts), stacked=True)])
 
     def divide(self) -> None:
@@ -99,37 +125,106 @@ class Experts(nn.Module):
         )
 
     def mix(
-        self, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, residual_TD: torch.Tensor | None
+        self,
+        x_TD: torch.Tensor,
+        router_logits_TE: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        tensors: RouterTensors = NO_TENSORS,
     ) -> torch.Tensor:
         """The sum of each token's best experts, by router weight. It is added to the residual in place, if
-        there is one."""
-        router = Router(self.kind.num_experts_per_tok, self.kind.norm_topk_prob)
+        there is one. `tensors`: the router's."""
+        router, activation = self.kind.router, self.kind.activation
         if not self.stacked:
-            return mix_experts(x_TD, router_logits_TE, router, self._run_expert, residual_TD)
-        weights = ExpertWeights(self._group(0).w13.stack(), self._group(0).w2.stack())
-        return self.ops.moe(x_TD, router_logits_TE, router, weights, Activation(), residual_TD)
+            return mix_experts(x_TD, router_logits_TE, router, tensors, self._run_expert, residual_TD)
+        w13, w2 = self._group(0).w13, self._group(0).w2
+        weights = ExpertWeights(w13.stack(), w2.stack(), w13.stacked_bias(), w2.stacked_bias())
+        return self.ops.moe(x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
 
     def _group(self, i: int) -> ExpertGroup:
         return cast(ExpertGroup, self.groups[i])
 
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        group = self._group(expert)
-        return group.w2.format.matmul(group.w13.format.gated(x, None, "silu", None), None)
+        w13, w2 = self._group(expert).w13, self._group(expert).w2
+        activation = self.kind.activation
+        if activation.kind == "clamped_swiglu":
+            hidden = activate(w13.format.matmul(x, w13.bias), activation)
+        else:
+            hidden = w13.format.gated(x, w13.bias, activation.kind, None)
+        return w2.format.matmul(hidden, w2.rank_bias())
+
+
+class RouterLayer(Linear):
+    """The logits of all experts, and the tensors of the rule by which logits choose. `name`: the checkpoint's
+    of its matrix."""
+
+    def __init__(
+        self, hidden_size: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops, name: str = "gate"
+    ) -> None:
+        router, outputs = kind.router, {name: kind.num_experts}
+        super().__init__(hidden_size, outputs, tp, ops, split=None, bias=router.bias)
+        self.router = router
+        if router.float32:
+            self.dtype = torch.float32
+            self.weight = nn.Parameter(torch.empty(kind.num_experts, hidden_size, dtype=self.dtype), False)
+            self.format = PlainWeight(ops, self.weight)
+        self.correction, self.expert_scale = (
+            nn.Parameter(torch.empty(kind.num_experts, dtype=torch.float32), False) if has else None
+            for has in (router.correction, router.expert_scale)
+        )
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        yield from super().checkpoint_tensors(path)
+        vectors = {"e_score_correction_bias": self.correction, "per_expert_scale": self.expert_scale}
+        for name, vector in vectors.items():
+            if vector is not None:
+                shape = tuple(vector.shape)
+                yield CheckpointTensor(f"{path}.{name}", shape, partial(copy_into, vector))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_TD.float() if self.router.float32 else x_TD)
+
+    @property
+    def rule_tensors(self) -> RouterTensors:
+        return RouterTensors(self.correction, self.expert_scale)
 
 
 class MoE(nn.Module):
-    """A softmax router picks the best experts of each token; their outputs are summed by its weights."""
+    """A router picks the best experts of each token; their outputs are summed by its weights. What a shared
+    expert makes of the token is added to that."""
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        assert config.residual_multiplier == 1.0, "the experts' kernel adds to the residual as it is"
-        self.tp = tp
-        self.gate = Linear(config.hidden_size, {"gate": kind.num_experts}, tp, ops, split=None)
+        self.tp, self.multiplier = tp, config.residual_multiplier
+        self.gate = RouterLayer(config.hidden_size, kind, tp, ops)
         self.experts = Experts(config.hidden_size, kind, tp, ops)
+        self.shared_experts = self.shared_expert_gate = None
+        if kind.shared is not None:
+            own = replace(config, intermediate_size=kind.shared.intermediate_size)
+            self.shared_experts = MLP(own, tp, ops)
+            if kind.shared.gated:
+                outputs = {"shared_expert_gate": 1}
+                self.shared_expert_gate = Linear(config.hidden_size, outputs, tp, ops, split=None)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed_TD, alone = norm.add(x_TD, residual_TD), self.tp.size == 1
-        out_TD = self.experts.mix(normed_TD, self.gate(normed_TD), residual_TD if alone else None)
-        return None if alone else out_TD, residual_TD
+        normed_TD, adds = norm.add(x_TD, residual_TD), self.tp.size == 1 and self.multiplier == 1.0
+        left_TD = None if self.shared_experts is None else self._share(normed_TD, residual_TD)
+        logits_TE, tensors = self.gate(normed_TD), self.gate.rule_tensors
+        out_TD = self.experts.mix(normed_TD, logits_TE, residual_TD if adds else None, tensors)
+        if adds:
+            return left_TD, residual_TD
+        if self.multiplier != 1.0:
+            out_TD.mul_(self.multiplier)
+        return out_TD if left_TD is None else out_TD.add_(left_TD), residual_TD
+
+    def _share(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        """Adds the shared expert's result to the residual, and returns None; or returns this rank's part of
+        what is to be added."""
+        assert self.shared_experts is not None
+        up, down = self.shared_experts.gate_up_proj, self.shared_experts.down_proj
+        hidden_TF = up.gated(normed_TD, self.shared_experts.activation, reader=down)
+        if self.shared_expert_gate is None:
+            return down.add_to(hidden_TF, residual_TD)
+        weight_T1 = torch.sigmoid(self.shared_expert_gate(normed_TD))
+        return down.format.matmul(hidden_TF, None) * (weight_T1 * self.multiplier)

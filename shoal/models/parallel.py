@@ -13,6 +13,8 @@ def check_parallel(config: ModelConfig, size: int) -> None:
         widths = {"num_attention_heads": attention.num_heads, "intermediate_size": config.intermediate_size}
         if experts is not None:
             widths["moe_intermediate_size"] = experts.intermediate_size
+            if experts.shared is not None:
+                widths["shared_expert_intermediate_size"] = experts.shared.intermediate_size
         for name, width in widths.items():
             if width % size:
                 raise ConfigError(

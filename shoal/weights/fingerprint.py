@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
@@ -102,10 +103,12 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
         "attention_multiplier": None if attention.scale == usual_scale else attention.scale,
         "windows": tuple(kind.mixer.window for kind in config.layers),
         "num_experts": 0 if experts is None else experts.num_experts,
-        "num_experts_per_tok": 0 if experts is None else experts.num_experts_per_tok,
+        "num_experts_per_tok": 0 if experts is None else experts.router.top_k,
         "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
-        "norm_topk_prob": experts is not None and experts.norm_topk_prob,
+        "norm_topk_prob": experts is not None and experts.router.renormalize,
     }
+    if experts is not None and experts != _plain(experts):
+        fields["experts"] = asdict(experts)
     sparse = [i for i, kind in enumerate(config.layers, 1) if kind.experts is not None]
     step = fields["decoder_sparse_step"] = math.gcd(*sparse) or 1
     every = range(step, config.num_layers + 1, step) if sparse else ()
@@ -117,3 +120,9 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     ):
         fields["layers"] = tuple(asdict(kind) for kind in config.layers)
     return sorted(fields.items())
+
+
+def _plain(experts: ExpertsKind) -> ExpertsKind:
+    """Returns the experts that the fields of a Qwen3-MoE describe."""
+    router = Router(experts.router.top_k, experts.router.renormalize)
+    return ExpertsKind(experts.num_experts, experts.intermediate_size, router)

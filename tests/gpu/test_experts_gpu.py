@@ -16,10 +16,11 @@ import transformers
 from safetensors.torch import save_file
 
 from shoal import LLM, SamplingParams
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kinds.experts import Activation, Router
 from shoal.layers.packed_weight import PackedWeight
 from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf

@@ -17,9 +17,10 @@ import torch
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe import reference as moe_reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
+from shoal.kinds.experts import Activation, Router
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

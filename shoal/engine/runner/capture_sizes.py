@@ -40,7 +40,7 @@ def most_captured_tokens(model: Decoder) -> int:
             if isinstance(matrix, MatrixLayer):
                 size = sum(matrix.parts) * matrix.num_columns
                 if kind.experts is not None and ".experts." in name:
-                    size = size * kind.experts.num_experts_per_tok // kind.experts.num_experts
+                    size = size * kind.experts.router.top_k // kind.experts.num_experts
                 active += size
     return int(LAUNCH_S * len(model.layers) * FLOPS / (2 * active))
 

@@ -2,7 +2,7 @@
 
 A slot is one pair of a token and one of its k choices. There are five kernels:
 
-1. `_route` chooses each token's experts, and numbers the slots of each expert. 2. `_arrange` lists the slots
+1. route.py chooses each token's experts, and numbers the slots of each expert. 2. `_arrange` lists the slots
 expert by expert, and cuts each expert's part of the list into tiles of BLOCK_M. 3. `_gate_up` is the first
 matmul over those tiles. It gathers the rows of tokens. 4. `_down` is the second matmul. It scatters its
 results to the slots. 5. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is
@@ -23,52 +23,13 @@ import triton.language as tl
 from shoal.kernels.activation import silu
 from shoal.kernels.matmul.dispatch import Blocks, choose_blocks
 from shoal.kernels.matmul.linear import fitting_stages
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.moe.packed_moe import PackedExperts, packed_matmul, packed_shape
+from shoal.kernels.moe.route import route
 from shoal.kernels.rounding import cdiv, next_power_of_2
+from shoal.kinds.experts import Activation, Router
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
-
-
-@triton.jit
-def _route(
-    router_logits_ptr,
-    weights_ptr,
-    experts_ptr,
-    ranks_ptr,
-    counts_ptr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Does softmax and top-k of one token. A slot's rank is its number within its expert. Ranks may come in
-    any order, because rows of a matmul do not depend on each other."""
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_E)
-    choice = tl.arange(0, BLOCK_K)
-    logits = tl.load(router_logits_ptr + token * E + expert, mask=expert < E, other=float("-inf")).to(
-        tl.float32
-    )
-    exps = tl.exp(logits - tl.max(logits, axis=0))
-    left = exps / tl.sum(exps, axis=0)
-    left = tl.where(expert < E, left, -1.0)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
-    experts = tl.zeros((BLOCK_K,), tl.int32)
-    for j in range(K):
-        weight, best = tl.max(left, axis=0, return_indices=True)
-        best = tl.minimum(best, E - 1)  # With logits of NaN it would be a wild address.
-        weights = tl.where(choice == j, weight, weights)
-        experts = tl.where(choice == j, best, experts)
-        left = tl.where(expert == best, -1.0, left)
-    if RENORMALISE:
-        weights /= tl.sum(weights, axis=0)
-    mask = choice < K
-    ranks = tl.atomic_add(counts_ptr + experts, 1, mask=mask, sem="relaxed")
-    tl.store(weights_ptr + token * K + choice, weights, mask=mask)
-    tl.store(experts_ptr + token * K + choice, experts, mask=mask)
-    tl.store(ranks_ptr + token * K + choice, ranks, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
@@ -223,12 +184,13 @@ def moe(
     weights: ExpertWeights,
     activation: Activation,
     residual_TD: torch.Tensor | None = None,
+    tensors: RouterTensors = NO_TENSORS,
 ) -> torch.Tensor:
     """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
     added to it in place, and it is returned."""
     packed = not (isinstance(weights.w13, torch.Tensor) and isinstance(weights.w2, torch.Tensor))
     blocks = choose_blocks(x_TD.shape[0] * router.top_k, router_logits_TE.shape[1], x_TD.dtype, packed)
-    return moe_with(blocks, x_TD, router_logits_TE, router, weights, activation, residual_TD)
+    return moe_with(blocks, x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
 
 
 def moe_with(
@@ -239,6 +201,7 @@ def moe_with(
     weights: ExpertWeights,
     activation: Activation,
     residual_TD: torch.Tensor | None = None,
+    tensors: RouterTensors = NO_TENSORS,
 ) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
     w13_E2FD, w2_EDF, b13, b2 = weights
@@ -251,7 +214,6 @@ def moe_with(
     num_slots = num_tokens * top_k
     # An expert fills all its tiles but one.
     num_tiles = min(num_slots, cdiv(num_slots, blocks.m) + num_experts)
-    block_e = next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
     # They are separate tensors so that each is aligned.
     experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
@@ -273,19 +235,7 @@ def moe_with(
             blocks.num_stages, (blocks.m + 2 * blocks.n) * blocks.k * x_TD.itemsize, x_TD.device
         ),
     )
-    _route[(num_tokens,)](
-        router_logits_TE,
-        slot_weights,
-        experts,
-        ranks,
-        counts,
-        E=num_experts,
-        K=top_k,
-        RENORMALISE=router.renormalize,
-        BLOCK_E=block_e,
-        BLOCK_K=next_power_of_2(top_k),
-        num_warps=1,
-    )
+    route(router_logits_TE, router, tensors, slot_weights, experts, ranks, counts)
     _arrange[(num_programs,)](
         experts,
         ranks,
@@ -295,7 +245,7 @@ def moe_with(
         num_slots,
         num_tiles,
         E=num_experts,
-        BLOCK_E=block_e,
+        BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=blocks.m,
         num_warps=8,
     )

@@ -1,6 +1,6 @@
 """Routing and experts in plain PyTorch: the oracle of this room's kernels, and the CPU's experts.
 
-T tokens · E experts · k choices of a token · D hidden · F intermediate.
+T tokens · E experts · k choices of a token · C groups of experts · D hidden · F intermediate.
 """
 
 from __future__ import annotations
@@ -10,15 +10,43 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
+from shoal.kinds.experts import Activation, Router
 
 
-def route(router_logits_TE: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights (float32) and ids of each token's best experts, [T, top_k]."""
-    weights_Tk, experts_Tk = router_logits_TE.float().softmax(dim=-1).topk(router.top_k, dim=-1)
+def route(
+    router_logits_TE: torch.Tensor, router: Router, tensors: RouterTensors = NO_TENSORS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weights (float32) and ids of each token's best experts, [T, k]."""
+    logits_TE = router_logits_TE.float()
+    if router.softcap is not None:
+        logits_TE = router.softcap * torch.tanh(logits_TE / router.softcap)
+    if router.scores == "softmax":
+        scores_TE = logits_TE.softmax(dim=-1)
+    else:
+        scores_TE = logits_TE.sigmoid() if router.scores == "sigmoid" else logits_TE
+    choice_TE = scores_TE if tensors.correction_E is None else scores_TE + tensors.correction_E
+    if router.num_groups > 1:
+        choice_TE = _in_best_groups(choice_TE, router)
+    experts_Tk = choice_TE.topk(router.top_k, dim=-1).indices
+    weights_Tk = scores_TE.gather(1, experts_Tk)
+    if router.scores == "chosen":
+        weights_Tk = weights_Tk.softmax(dim=-1)
     if router.renormalize:
-        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
-    return weights_Tk, experts_Tk
+        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + router.eps)
+    if tensors.expert_scale_E is not None:
+        weights_Tk = weights_Tk * tensors.expert_scale_E[experts_Tk]
+    return weights_Tk * router.scale, experts_Tk
+
+
+def _in_best_groups(choice_TE: torch.Tensor, router: Router) -> torch.Tensor:
+    """The scores, and -inf for experts outside of the best groups."""
+    groups_TCE = choice_TE.unflatten(1, (router.num_groups, -1))
+    summed = 1 if router.group_score == "maximum" else 2
+    groups_TC = groups_TCE.topk(summed, dim=-1).values.sum(dim=-1)
+    left_out_TC = torch.ones_like(groups_TC, dtype=torch.bool)
+    left_out_TC.scatter_(1, groups_TC.topk(router.top_k_groups, dim=-1).indices, False)
+    return groups_TCE.masked_fill(left_out_TC.unsqueeze(2), float("-inf")).flatten(1)
 
 
 def activate(gate_up_T2F: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -43,6 +71,7 @@ def moe(
     weights: ExpertWeights,
     activation: Activation,
     residual_TD: torch.Tensor | None = None,
+    tensors: RouterTensors = NO_TENSORS,
 ) -> torch.Tensor:
     """Sums the results of each token's best experts, by router weight, in float32: [T, D]. With a residual,
     the sum is added to it in place, and it is returned."""
@@ -53,23 +82,29 @@ def moe(
         gate_up = F.linear(x, w13[expert], None if b13 is None else b13[expert])
         return F.linear(activate(gate_up, activation), w2[expert], None if b2 is None else b2[expert])
 
-    return mix_experts(x_TD, router_logits_TE, router, run_expert, residual_TD)
+    return mix_experts(x_TD, router_logits_TE, router, tensors, run_expert, residual_TD)
 
 
 def mix_experts(
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
     router: Router,
+    tensors: RouterTensors,
     run_expert: Callable[[int, torch.Tensor], torch.Tensor],
     residual_TD: torch.Tensor | None,
 ) -> torch.Tensor:
     """Computes what `moe` does, with experts of any kind: `run_expert(e, x)` is expert e's result for the
     tokens x."""
-    weights_Tk, experts_Tk = route(router_logits_TE, router)
+    weights_Tk, experts_Tk = route(router_logits_TE, router, tensors)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
-    for expert in experts_Tk.unique().tolist():
-        tokens, choice = (experts_Tk == expert).nonzero(as_tuple=True)
-        result = run_expert(expert, x_TD[tokens])
-        out_TD.index_add_(0, tokens, result.float() * weights_Tk[tokens, choice].unsqueeze(1))
+    order = experts_Tk.flatten().argsort(stable=True)
+    tokens, weights = order // router.top_k, weights_Tk.flatten()[order].unsqueeze(1)
+    start = 0
+    for expert, count in enumerate(experts_Tk.flatten().bincount().tolist()):
+        if count:
+            own = slice(start, start + count)
+            result = run_expert(expert, x_TD[tokens[own]]).float()
+            out_TD.index_add_(0, tokens[own], result * weights[own])
+            start += count
     out_TD = out_TD.to(x_TD.dtype)
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)

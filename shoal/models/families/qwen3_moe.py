@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ExpertsKind, ModelConfig
+from shoal.kinds.experts import ExpertsKind, Router
+from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields, sliding_window
 
@@ -17,8 +18,8 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         raise CheckpointError(
             f"{fields.where}: num_experts_per_tok {chosen} is more than num_experts {num_experts}"
         )
-    size, norm_topk_prob = fields.count("moe_intermediate_size"), fields.flag("norm_topk_prob")
-    experts = ExpertsKind(num_experts, chosen, size, norm_topk_prob) if num_experts else None
+    size, router = fields.count("moe_intermediate_size"), Router(chosen, fields.flag("norm_topk_prob"))
+    experts = ExpertsKind(num_experts, size, router) if num_experts else None
     sparse_step, dense = fields.count("decoder_sparse_step", 1), _mlp_only_layers(fields, config.num_layers)
     if fields.flag("use_sliding_window"):
         config = config.with_attention(window=sliding_window(fields))

@@ -13,12 +13,13 @@ from shoal.kernels import reference, triton_ops
 from shoal.kernels.all_reduce import PLAIN_BLOCK, Peers, Way, all_reduce, all_reduce_add_rms_norm
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
 from shoal.kernels.sampling.row_options import Option, RowOptions
 from shoal.kernels.state import StateLayout
+from shoal.kinds.experts import Activation, Router
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
 BF16 = torch.bfloat16

@@ -18,10 +18,11 @@ from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
 from shoal.kernels.matmul.packed_linear import TiledWeight
 from shoal.kernels.moe import reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.moe.packed_moe import PackedExperts
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kinds.experts import Activation, Router
 from tests.cpu.kernels.test_fp8 import tensor_of
 from tests.cpu.kernels.test_packed import _gguf, _int4, _mxfp4
 

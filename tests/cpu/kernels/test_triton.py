@@ -14,9 +14,10 @@ from shoal.kernels import reference, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe import reference as moe_reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.state import FIELDS, StateLayout
+from shoal.kinds.experts import Activation, Router
 
 TOLERANCES = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float16: dict(rtol=2e-3, atol=2e-3)}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -14,14 +14,14 @@ from shoal.errors import CheckpointError
 from shoal.kernels import triton_ops
 from shoal.kernels.matmul import gpu_fp8, gpu_weight
 from shoal.kernels.moe import reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.layers.experts import ExpertMatrix, Experts
 from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
-from shoal.model_config import ExpertsKind
 from shoal.models.loading import checkpoint_tensors
 from shoal.weights.update import weight_tensors
 from tests.cpu.kernels.test_fp8 import exact_conversions  # noqa: F401 -- a fixture
@@ -29,7 +29,7 @@ from tests.cpu.kernels.test_packed_moe import FP8, TILED, Make, _int4
 
 CPU, FP16 = torch.device("cpu"), torch.float16
 EXPERTS, HIDDEN, SIZE = 3, 64, 96
-KIND = ExpertsKind(EXPERTS, 2, SIZE, norm_topk_prob=True)
+KIND = ExpertsKind(EXPERTS, SIZE, Router(2, renormalize=True))
 Tensors = dict[str, torch.Tensor | QuantizedTensor]
 
 

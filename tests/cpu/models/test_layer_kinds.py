@@ -11,10 +11,11 @@ from shoal.attention.step_input import StepInput
 from shoal.errors import ConfigError
 from shoal.kernels.cpu import ops
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.rope import RopeConfig
 from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, ExpertsKind, LayerKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, rehearsed_layers
 from shoal.models.fused import fuse_layers
 from shoal.models.loading import checkpoint_tensors, load_dummy_weights
@@ -23,7 +24,7 @@ from shoal.models.shapes import checkpoint_shapes, num_weights
 
 FULL = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig())
 SLIDING = replace(FULL, num_heads=2, rope=RopeConfig(theta=500.0), window=5)
-EXPERTS = ExpertsKind(num_experts=4, num_experts_per_tok=2, intermediate_size=12, norm_topk_prob=True)
+EXPERTS = ExpertsKind(num_experts=4, intermediate_size=12, router=Router(2, renormalize=True))
 CONFIG = ModelConfig(
     architecture="llama",
     vocab_size=40,

@@ -11,8 +11,9 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
+from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.rope import RopeConfig
-from shoal.model_config import ExpertsKind, ModelConfig
+from shoal.model_config import ModelConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.models.registry import ARCHITECTURES
@@ -387,9 +388,8 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
     if oracle.model_type == "qwen3_moe":
         experts = ExpertsKind(
             oracle.num_experts,
-            oracle.num_experts_per_tok,
             oracle.moe_intermediate_size,
-            oracle.norm_topk_prob,
+            Router(oracle.num_experts_per_tok, oracle.norm_topk_prob),
         )
         sparse = [
             i not in oracle.mlp_only_layers and (i + 1) % oracle.decoder_sparse_step == 0

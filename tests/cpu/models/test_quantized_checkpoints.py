@@ -24,17 +24,17 @@ from shoal.kernels.cpu import int4 as cpu_int4
 from shoal.kernels.cpu import linear as cpu_linear
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.moe import reference
-from shoal.kernels.moe.mixture import Activation, ExpertWeights, Router
+from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.kinds.quantization import Quantization
 from shoal.layers.attention import attention_shape
 from shoal.layers.experts import Experts
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.packed_weight import PackedWeight
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ExpertsKind
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME
@@ -193,7 +193,7 @@ def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
 
 def test_experts_that_come_plain_stand_beside_packed_ones():
     print("seed", torch.manual_seed(7).initial_seed())
-    kind = ExpertsKind(3, 2, 32, norm_topk_prob=True)
+    kind = ExpertsKind(3, 32, Router(2, renormalize=True))
     experts = Experts(64, kind, TensorParallel.single(), cpu_ops)
     experts.divide()
     layers = {path: layer for path, layer in experts.named_modules() if isinstance(layer, MatrixLayer)}

@@ -1,0 +1,145 @@
+"""The choice of each token's experts in Triton, one launch for any Router.
+
+E experts · K choices of a token · C groups of experts. The oracle is reference.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shoal.kernels.moe.mixture import RouterTensors
+from shoal.kernels.rounding import next_power_of_2
+from shoal.kinds.experts import Router
+
+LOWEST = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _in_best_groups(
+    choice, expert, E: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr
+):
+    """The scores, and -inf for experts outside of the KEPT best of C groups."""
+    SIZE: tl.constexpr = E // C
+    BLOCK_C: tl.constexpr = triton.next_power_of_2(C)
+    group = tl.arange(0, BLOCK_C)
+    scores = tl.full((BLOCK_C,), LOWEST, tl.float32)
+    for c in tl.static_range(C):
+        own = tl.where(expert // SIZE == c, choice, LOWEST)
+        score, best = tl.max(own, axis=0, return_indices=True)
+        if TWO_BEST:
+            score += tl.max(tl.where(expert == best, LOWEST, own), axis=0)
+        scores = tl.where(group == c, score, scores)
+    kept = expert < 0
+    for _ in tl.static_range(KEPT):
+        _, best = tl.max(scores, axis=0, return_indices=True)
+        kept = kept | (expert // SIZE == best)
+        scores = tl.where(group == best, LOWEST, scores)
+    return tl.where(kept, choice, LOWEST)
+
+
+@triton.jit
+def _route(
+    router_logits_ptr,
+    correction_ptr,
+    expert_scale_ptr,
+    weights_ptr,
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SCORES: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    C: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO_BEST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Chooses the experts of one token. A slot's rank is its number within its expert. Ranks may come in any
+    order, because rows of a matmul do not depend on each other."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    slot = tl.arange(0, BLOCK_K)
+    exists = expert < E
+    scores = tl.load(router_logits_ptr + token * E + expert, mask=exists, other=LOWEST).to(tl.float32)
+    if SOFTCAP > 0:
+        doubled = tl.exp(-2.0 * tl.abs(scores) / SOFTCAP)
+        capped = SOFTCAP * (1.0 - doubled) / (1.0 + doubled)
+        scores = tl.where(exists, tl.where(scores < 0, -capped, capped), LOWEST)
+    if SCORES == "softmax":
+        exps = tl.exp(scores - tl.max(scores, axis=0))
+        scores = exps / tl.sum(exps, axis=0)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    left = scores
+    if correction_ptr is not None:
+        left += tl.load(correction_ptr + expert, mask=exists, other=0.0)
+    left = tl.where(exists, left, LOWEST)
+    if C > 1:
+        left = _in_best_groups(left, expert, E, C, KEPT, TWO_BEST)
+    weights = tl.full((BLOCK_K,), LOWEST if SCORES == "chosen" else 0.0, tl.float32)
+    experts = tl.zeros((BLOCK_K,), tl.int32)
+    for j in range(K):
+        best = tl.argmax(left, axis=0)
+        best = tl.minimum(best, E - 1)  # With logits of NaN it would be a wild address.
+        weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        weights = tl.where(slot == j, weight, weights)
+        experts = tl.where(slot == j, best, experts)
+        left = tl.where(expert == best, LOWEST, left)
+    mask = slot < K
+    if SCORES == "chosen":
+        weights = tl.exp(weights - tl.max(weights, axis=0))
+        weights /= tl.sum(weights, axis=0)
+    if RENORMALIZE:
+        weights /= tl.sum(weights, axis=0) + EPS
+    if expert_scale_ptr is not None:
+        weights *= tl.load(expert_scale_ptr + experts, mask=mask, other=0.0)
+    weights *= SCALE
+    ranks = tl.atomic_add(counts_ptr + experts, 1, mask=mask, sem="relaxed")
+    tl.store(weights_ptr + token * K + slot, weights, mask=mask)
+    tl.store(experts_ptr + token * K + slot, experts, mask=mask)
+    tl.store(ranks_ptr + token * K + slot, ranks, mask=mask)
+
+
+def route(
+    router_logits_TE: torch.Tensor,
+    router: Router,
+    tensors: RouterTensors,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    ranks: torch.Tensor,
+    counts_E: torch.Tensor,
+) -> None:
+    """Writes each slot's weight, expert and rank, [T * K], and adds each expert's slots to `counts_E`."""
+    num_tokens, num_experts = router_logits_TE.shape
+    for tensor in tensors:
+        assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
+    assert router_logits_TE.is_contiguous() and num_experts % router.num_groups == 0
+    _route[(num_tokens,)](
+        router_logits_TE,
+        tensors.correction_E,
+        tensors.expert_scale_E,
+        weights,
+        experts,
+        ranks,
+        counts_E,
+        E=num_experts,
+        K=router.top_k,
+        SCORES=router.scores,
+        RENORMALIZE=router.renormalize,
+        EPS=router.eps,
+        SCALE=router.scale,
+        SOFTCAP=router.softcap or 0.0,
+        C=router.num_groups,
+        KEPT=router.top_k_groups,
+        TWO_BEST=router.group_score == "two best",
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_K=next_power_of_2(router.top_k),
+        num_warps=1,
+    )
