@@ -67,6 +67,7 @@ class ModelConfig:
     layers: tuple[LayerKind, ...]
     tie_word_embeddings: bool = False
     has_head: bool = True  # False: the files have no output head, so the model only embeds
+    norm: str = "plain"  # the kind of the norms, by the names of layers/norm_kinds.py
     qk_norm: bool = False  # norm of each head of q and k before the rotation
     qkv_bias: bool = False
     o_bias: bool = False
@@ -75,6 +76,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0  # factor of embeddings
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits
+    logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)
     dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

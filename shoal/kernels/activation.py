@@ -1,4 +1,4 @@
-"""Elementwise ops in Triton: activation(gate) * up, and the embedding's rows.
+"""Elementwise ops in Triton: activation(gate) * up, the cap of logits, and the embedding's rows.
 
 T tokens · F intermediate · D hidden · V vocabulary. The oracle is reference.py.
 """
@@ -51,6 +51,23 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tenso
     grid = (num_tokens, cdiv(size, block))
     _gate_mul_kernel[grid](gate_up_T2F, out_TF, size, ACTIVATION=activation, BLOCK=block)
     return out_TF
+
+
+@triton.jit
+def _soft_cap_kernel(logits_ptr, stride, V, cap, BLOCK: tl.constexpr):
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ptrs, mask = logits_ptr + tl.program_id(0).to(tl.int64) * stride + columns, columns < V
+    logits = tl.load(ptrs, mask=mask).to(tl.float32)
+    # tanh(x) is 2 sigmoid(2x) - 1
+    capped = cap * (2.0 / (1.0 + tl.exp(-2.0 * logits / cap)) - 1.0)
+    tl.store(ptrs, capped.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+def soft_cap(logits_SV: torch.Tensor, cap: float) -> None:
+    """logits = cap * tanh(logits / cap), in place."""
+    assert logits_SV.stride(1) == 1
+    rows, size = logits_SV.shape
+    _soft_cap_kernel[(rows, cdiv(size, BLOCK))](logits_SV, logits_SV.stride(0), size, cap, BLOCK=BLOCK)
 
 
 @triton.jit

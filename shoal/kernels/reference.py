@@ -60,6 +60,11 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tenso
     return (ACTIVATIONS[activation](gate_TF.float()) * up_TF.float()).to(gate_up_T2F.dtype)
 
 
+def soft_cap(logits_SV: torch.Tensor, cap: float) -> None:
+    """logits = cap * tanh(logits / cap), in place."""
+    logits_SV.copy_(cap * torch.tanh(logits_SV.float() / cap))
+
+
 def qk_norm_rope_store(
     qkv_TX: torch.Tensor,
     q_weight: torch.Tensor | None,

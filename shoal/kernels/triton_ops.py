@@ -1,6 +1,6 @@
 """The ops on a GPU: see ops.py for the list, the reference.py of each room for what each means."""
 
-from shoal.kernels.activation import embed, gate_mul
+from shoal.kernels.activation import embed, gate_mul, soft_cap
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
@@ -42,5 +42,6 @@ __all__ = [
     "sample",
     "sample_parts",
     "set_last",
+    "soft_cap",
     "take_rows",
 ]

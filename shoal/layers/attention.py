@@ -13,6 +13,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
+from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, ModelConfig
 
@@ -53,8 +54,8 @@ class Attention(nn.Module):
             bias=config.o_bias,
             multiplier=config.residual_multiplier,
         )
-        self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
-        self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
+        self.q_norm = build_norm(config, n, ops) if config.qk_norm else None
+        self.k_norm = build_norm(config, n, ops) if config.qk_norm else None
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of each head of q and of k, which are part of the fused pass."""

@@ -17,7 +17,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.experts import Experts
 from shoal.layers.matrix import Holding, MatrixLayer
-from shoal.layers.norm import RMSNorm
+from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.layer import DecoderLayer
@@ -57,6 +57,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.backends, self.keep_quantized = config, tuple(backends.values()), keep_quantized
+        self.ops, self.embedding_multiplier = ops, rounded(config.embedding_multiplier)
         # all layers as one call; None where that is not possible
         self.fused: Callable[..., torch.Tensor] | None = None
         device = torch.get_default_device()
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
                 build_layer(config, kind, tp, ops, backends) for kind in config.layers
             )
             self.running = [*enumerate(self.layers)]  # the layers that a step runs
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
+            self.norm = build_norm(config, config.hidden_size, ops, tp)
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
                 self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
@@ -100,8 +101,8 @@ class Decoder(nn.Module):
         for backend in self.backends:
             backend.begin(step)
         x, residual = None, self.embed_tokens.embed(step.token_ids_T)
-        if self.config.embedding_multiplier != 1.0:
-            residual.mul_(self.config.embedding_multiplier)
+        if self.embedding_multiplier != 1.0:
+            residual.mul_(self.embedding_multiplier)
         if self.fused is not None and after_layer is None:
             x = self.fused(residual, step, caches, self.ropes[0])
             if select_S is not None:
@@ -130,7 +131,15 @@ class Decoder(nn.Module):
         """[S, D] final hidden states to the logits of this rank's tokens (`lm_head.whole` joins them)."""
         if self.config.logits_scaling != 1.0:
             hidden_SD = hidden_SD / self.config.logits_scaling
-        return self.lm_head.logits(hidden_SD)
+        logits_SV = self.lm_head.logits(hidden_SD)
+        if self.config.logits_softcap is not None:
+            self.ops.soft_cap(logits_SV, self.config.logits_softcap)
+        return logits_SV
+
+
+def rounded(value: float) -> float:
+    """Returns the value in the default dtype, the engine's."""
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu").item()
 
 
 def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:

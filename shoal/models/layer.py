@@ -12,7 +12,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.experts import MoE
 from shoal.layers.mlp import MLP
-from shoal.layers.norm import RMSNorm
+from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
 
@@ -33,8 +33,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
         experts = kind.experts
         self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
+        self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)
+        self.post_attention_layernorm = build_norm(config, config.hidden_size, ops, tp)
 
     def forward(
         self,

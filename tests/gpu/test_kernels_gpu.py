@@ -86,6 +86,10 @@ def test_gate_mul_and_embed(tokens: int, size: int, activation: str, dtype: torc
     x = randn(tokens, 2 * size, dtype=dtype)
     ours, expected = triton_ops.gate_mul(x, activation), reference.gate_mul(x, activation)
     torch.testing.assert_close(ours, expected, **TOLERANCES[dtype])
+    expected = x.clone()
+    triton_ops.soft_cap(x, 3.0)
+    reference.soft_cap(expected, 3.0)
+    torch.testing.assert_close(x, expected, **TOLERANCES[dtype])
     ids = torch.randint(0, tokens, (257,), dtype=torch.int32, device=DEVICE)
     assert torch.equal(triton_ops.embed(ids, x), x[ids.long()])
 

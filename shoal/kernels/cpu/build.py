@@ -39,6 +39,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p),
     ),
     "shoal_gate_mul": (None, (c_void_p, c_int, c_int, c_int, c_void_p)),
+    "shoal_soft_cap": (None, (c_void_p, c_int, c_int, c_float)),
     "shoal_qk_norm_rope_store": (
         None,
         (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float),

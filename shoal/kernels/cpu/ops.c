@@ -18,7 +18,7 @@ typedef struct {
     const int32_t *positions, *state_rows;
     const Cache *cache;
     float *residual, *out;
-    float eps, next_eps;
+    float eps, next_eps, cap;
     int rows, n, activation;
     void (*row)(const void *rows, int64_t r);
 } Rows;
@@ -86,6 +86,24 @@ static void gate_mul_row(const void *shared, int64_t r) {
 // out[r, i] = activation(x[r, i]) * x[r, n + i].
 void shoal_gate_mul(const float *x, int rows, int n, int activation, float *out) {
     each_row((Rows){.x = x, .rows = rows, .n = n, .activation = activation, .out = out, .row = gate_mul_row});
+}
+
+static void soft_cap_unit(void *shared, int unit, int thread) {
+    const Rows *op = shared;
+    const int64_t first = (int64_t)unit * UNIT_ELEMENTS, last = first + UNIT_ELEMENTS, all = (int64_t)op->rows * op->n;
+    const float cap = op->cap;
+    (void)thread;
+    // tanh(x) is 2 sigmoid(2x) - 1.
+    for (int64_t i = first; i < (last < all ? last : all); i++) {
+        float twice = 2 * op->out[i] / cap;
+        op->out[i] = cap * (2 / (1 + fast_exp(twice > -80 ? -twice : 80)) - 1);
+    }
+}
+
+// x = cap * tanh(x / cap), in place. x is [rows, n] and contiguous.
+void shoal_soft_cap(float *x, int rows, int n, float cap) {
+    Rows op = {.out = x, .rows = rows, .n = n, .cap = cap};
+    parallel(soft_cap_unit, &op, (int)(((int64_t)rows * n + UNIT_ELEMENTS - 1) / UNIT_ELEMENTS));
 }
 
 static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {

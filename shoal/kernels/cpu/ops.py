@@ -48,6 +48,7 @@ __all__ = [
     "sample",
     "sample_parts",
     "set_last",
+    "soft_cap",
     "take_rows",
 ]
 
@@ -141,6 +142,14 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tenso
         gate_up_T2F.data_ptr(), rows, width // 2, cpu_build.ACTIVATIONS[activation], out_TF.data_ptr()
     )
     return out_TF
+
+
+def soft_cap(logits_SV: torch.Tensor, cap: float) -> None:
+    if LIBRARY is None or logits_SV.dtype != torch.float32 or not logits_SV.is_contiguous():
+        reference.soft_cap(logits_SV, cap)
+        return
+    rows, size = logits_SV.shape
+    LIBRARY.shoal_soft_cap(logits_SV.data_ptr(), rows, size, cap)
 
 
 def qk_norm_rope_store(

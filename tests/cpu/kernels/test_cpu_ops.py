@@ -67,6 +67,15 @@ def test_matmuls_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
         assert same is x and torch.equal(y, F.linear(ops.rms_norm(x, norm_weight, 1e-5), weight, b))
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, 20000), (0, 8)])
+def test_caps_are_the_references(shape):
+    logits = torch.randn(shape).mul(60)
+    ours, expected = logits.clone(), logits.clone()
+    cpu_ops.soft_cap(ours, 30.0)
+    reference.soft_cap(expected, 30.0)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gates_saturate_and_keep_nan(activation):
     gate_up = torch.tensor([[-200.0, -100.0, -88.0, 0.0, 88.0, 100.0, 1e30, float("nan")] + [1.0] * 8])

@@ -39,6 +39,7 @@ for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF
     LAUNCHES[f"add_rms_norm of many rows {size} {dtype}"] = lambda x=many, w=weight: triton_ops.add_rms_norm(
         x, x.clone(), w, 1e-6
     )
+    LAUNCHES[f"soft_cap {size} {dtype}"] = lambda x=x: triton_ops.soft_cap(x, 30.0)
     exact = weight.float()
     LAUNCHES[f"add_normed {size} {dtype}"] = lambda x=x, w=exact: triton_ops.add_normed(
         x, w, 1e-6, x.clone(), w, 1e-6

@@ -92,6 +92,16 @@ def test_gate_mul_equals_the_reference(shape: tuple[int, int], activation: str, 
     torch.testing.assert_close(ours, expected, **TOLERANCES[dtype])
 
 
+@DTYPES
+@pytest.mark.parametrize("size", [1, 123, 2100])
+def test_soft_cap_equals_the_reference(size: int, dtype: torch.dtype) -> None:
+    padded = torch.randn(3, size + 5).mul(50).to(dtype)
+    ours, expected = padded.clone(), padded.clone()
+    triton_ops.soft_cap(ours[:, :size], 30.0)
+    reference.soft_cap(expected[:, :size], 30.0)
+    torch.testing.assert_close(ours, expected, **TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("size", [1, 123, 1100])
 def test_embed_copies_rows(size: int) -> None:
     ids, weight = torch.tensor([3, 0, 3, 6], dtype=torch.int32), torch.randn(7, size)

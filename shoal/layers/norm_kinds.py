@@ -1,0 +1,46 @@
+"""RMSNorms that differ in how their weight is stored and where they round, and norms that stand before a sum.
+ModelConfig.norm names the kind that a model's norms are of."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.kernels.ops import Ops
+from shoal.layers.loading import Loaded
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import ModelConfig
+
+
+class FloatNorm(RMSNorm):
+    """RMSNorm whose product with the weight is in float32, and rounded once."""
+
+    def __init__(self, size: int, eps: float, ops: Ops, tp: TensorParallel | None = None) -> None:
+        super().__init__(size, eps, ops, tp)
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+
+
+class ZeroCentredNorm(FloatNorm):
+    """A FloatNorm that a checkpoint stores as what its weight is above 1."""
+
+    def _load(self, tensor: Loaded, name: str) -> None:
+        super()._load(tensor, name)
+        self.weight.data.add_(1.0)
+
+
+KINDS: dict[str, type[RMSNorm]] = {"plain": RMSNorm, "float32": FloatNorm, "zero_centred": ZeroCentredNorm}
+
+
+def build_norm(config: ModelConfig, size: int, ops: Ops, tp: TensorParallel | None = None) -> RMSNorm:
+    """A norm of the kind that the model's norms are of."""
+    return KINDS[config.norm](size, config.rms_norm_eps, ops, tp)
+
+
+def add_normed(
+    x_TD: torch.Tensor, norm: RMSNorm, residual_TD: torch.Tensor, following: RMSNorm | None = None
+) -> torch.Tensor | None:
+    """residual += norm(x) in place; returns the norm `following` of that sum, if there is one. x is whole on
+    every rank."""
+    after = (None, 0.0) if following is None else (following.weight, following.eps)
+    return norm.ops.add_normed(x_TD, norm.weight, norm.eps, residual_TD, *after)

@@ -1,0 +1,57 @@
+"""SandwichLayer: the decoder layer of Gemma 2 and 3. Norms stand before and behind attention and MLP."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.layers.attention import Attention
+from shoal.layers.mlp import MLP
+from shoal.layers.norm_kinds import add_normed, build_norm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import LayerKind, ModelConfig
+
+
+class SandwichLayer(nn.Module):
+    """residual += norm(attention(norm(residual))), then residual += norm(mlp(norm(residual))). What is added
+    is whole on every rank before it is normed, so nothing is left to the next layer."""
+
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
+        self.mlp = MLP(config, tp, ops)
+        size = config.hidden_size
+        self.input_layernorm = build_norm(config, size, ops)
+        self.post_attention_layernorm = build_norm(config, size, ops)
+        self.pre_feedforward_layernorm = build_norm(config, size, ops)
+        self.post_feedforward_layernorm = build_norm(config, size, ops)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        cache: LayerCache,
+        cos_sin: torch.Tensor,
+        select_S: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what DecoderLayer.forward does."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv, residual = self.input_layernorm.add_linear(x_TD, residual_TD, attention.qkv_proj)
+        out, residual = attention.attend(qkv, residual, step, cache, cos_sin, select_S)
+        if out is None:
+            return None, residual
+        normed = add_normed(
+            attention.o_proj(out), self.post_attention_layernorm, residual, self.pre_feedforward_layernorm
+        )
+        hidden = mlp.gate_up_proj.gated(cast(torch.Tensor, normed), mlp.activation, mlp.down_proj)
+        add_normed(mlp.down_proj(hidden), self.post_feedforward_layernorm, residual)
+        return None, residual
