@@ -31,6 +31,23 @@ PEERS = {
     ("qwen3-8b", "decode"): (8.88, 9.34),
     ("qwen3-0.6b", "shared"): (1.16, 1.03),
     ("qwen3-8b", "shared"): (2.36, None),
+    ("qwen3-30b-a3b", "nano"): (23.5, None),
+    ("qwen3-30b-a3b", "single"): (2.309, None),
+    ("qwen3-30b-a3b", "prefill"): (2.097, None),
+    ("qwen3-30b-a3b", "decode"): (13.2, None),
+    # vLLM's random routers sent all tokens to the same experts, which are read once
+    ("gpt-oss-20b", "nano"): (11.5, None),
+    ("gpt-oss-20b", "single"): (1.592, None),
+    ("gpt-oss-20b", "prefill"): (1.589, None),
+    ("gpt-oss-20b", "decode"): (12.0, None),
+    ("gemma-3-12b", "nano"): (27.7, None),
+    ("gemma-3-12b", "single"): (4.362, None),
+    ("gemma-3-12b", "prefill"): (4.648, None),
+    ("gemma-3-12b", "decode"): (17.2, None),
+    ("glm-4.7-flash", "nano"): (24.4, None),
+    ("glm-4.7-flash", "single"): (2.775, None),
+    ("glm-4.7-flash", "prefill"): (2.506, None),
+    ("glm-4.7-flash", "decode"): (13.0, None),
 }
 COMPARED = ["nano", "single", "prefill", "decode", "shared"]
 OTHERS = ["four", "service", "tiny", "long", "tree"]
@@ -106,7 +123,7 @@ def run_workload(llm, name: str, kind: str) -> dict:
         idle=idle,
     )
     print(
-        f"{name:11} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s "
+        f"{name:15} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s "
         f"{row['in_tokens_per_s']:9.0f} in/s "
         f"{row['ms_per_token']:7.3f} ms/token   idle {idle or 0:5.1%}"
         + (f"   floor {floor:5.1%}" if floor else "")
@@ -141,7 +158,7 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
         )
     ]
     print(
-        f"{name:11} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process "
+        f"{name:15} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process "
         "began), "
         f"{llm.core.num_blocks} blocks",
         flush=True,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.model_config import ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,64 +40,109 @@ class Cost:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What a layer is, in numbers."""
+
+    dense: int  # weights that each token uses
+    expert: int  # weights of one expert
+    num_experts: int
+    num_experts_per_tok: int
+    kv_numbers: int  # that the cache has of a token
+    per_pair: int  # floating-point operations for a query and one key that it sees
+    window: int | None  # how many positions a token sees, with its own; None: all before it
+
+    @classmethod
+    def of(cls, model: ModelConfig, kind: LayerKind) -> LayerWork:
+        attention, experts, hidden = kind.mixer, kind.experts, model.hidden_size
+        heads, head_dim, kv_heads = attention.num_heads, attention.head_dim, attention.num_kv_heads
+        dense = hidden * head_dim * 2 * (heads + kv_heads)
+        expert = num_experts = chosen = 0
+        if experts is None:
+            dense += 3 * hidden * model.intermediate_size
+        else:
+            expert, num_experts = 3 * hidden * experts.intermediate_size, experts.num_experts
+            chosen, dense = experts.router.top_k, dense + hidden * num_experts
+            if experts.shared is not None:
+                dense += 3 * hidden * experts.shared.intermediate_size
+        return cls(
+            dense,
+            expert,
+            num_experts,
+            chosen,
+            2 * kv_heads * head_dim,
+            4 * heads * head_dim,
+            attention.window,
+        )
+
+    def seen(self, num_keys: int) -> int:
+        """Returns how many of the keys up to its own a token sees."""
+        return num_keys if self.window is None else min(num_keys, self.window)
+
+    def pairs(self, num_keys: int) -> int:
+        """Returns how many pairs the tokens of a prompt of this length make with the keys that they see."""
+        seen = self.seen(num_keys)
+        return seen * (seen + 1) // 2 + (num_keys - seen) * seen
+
+
 class Floor:
     """The least times of one model on one device.
 
-    `weight_bytes` is the size of all weights that a token uses. The head's are included, and the
-    embedding's are not, unless both are the same matrix. By default each weight has two bytes. `kv_bytes` is
-    the size of a number in the cache.
+    `dense_bytes` and `expert_bytes` are the sizes of the weights that every token uses and of all experts.
+    The head's are included, and the embedding's are not, unless both are the same matrix. By default each
+    weight has two bytes. `kv_bytes` is the size of a number in the cache.
+
+    A step reads as many experts as random routing touches.
     """
 
     def __init__(
-        self, model: ModelConfig, ceilings: Ceilings, weight_bytes: int | None = None, kv_bytes: int = 2
+        self,
+        model: ModelConfig,
+        ceilings: Ceilings,
+        dense_bytes: int | None = None,
+        expert_bytes: int | None = None,
+        kv_bytes: int = 2,
     ) -> None:
-        self.ceilings = ceilings
-        dense = expert = kv_numbers = 0
-        self._per_pair = 0  # floating-point operations for a query and one key that it sees
-        for kind in model.layers:
-            attention, experts = kind.mixer, kind.experts
-            heads, head_dim, kv_heads = attention.num_heads, attention.head_dim, attention.num_kv_heads
-            dense += model.hidden_size * head_dim * 2 * (heads + kv_heads)
-            kv_numbers += 2 * kv_heads * head_dim
-            self._per_pair += 4 * heads * head_dim
-            if experts is None:
-                dense += 3 * model.hidden_size * model.intermediate_size
-            else:
-                expert += 3 * model.hidden_size * experts.intermediate_size
-                dense += model.hidden_size * experts.num_experts
-                if experts.shared is not None:
-                    dense += 3 * model.hidden_size * experts.shared.intermediate_size
+        self.ceilings, self._kv_bytes = ceilings, kv_bytes
+        self._layers = [LayerWork.of(model, kind) for kind in model.layers]
         self._head = model.hidden_size * model.vocab_size
-        self._num_experts = self._chosen = 0
-        if model.experts is not None:
-            self._num_experts, self._chosen = model.experts.num_experts, model.experts.router.top_k
+        dense = sum(layer.dense for layer in self._layers)
+        self._dense_bytes = 2 * (dense + self._head) if dense_bytes is None else dense_bytes
+        self._all_experts = sum(layer.expert * layer.num_experts for layer in self._layers)
+        self._expert_bytes = 2 * self._all_experts if expert_bytes is None else expert_bytes
         # Floating-point operations for a token, without the head.
-        self._per_token = 2 * (dense + self._chosen * expert)
-        all_weights = dense + self._num_experts * expert + self._head
-        each = 2.0 if weight_bytes is None else weight_bytes / all_weights
-        self._dense_bytes, self._expert_bytes = (dense + self._head) * each, self._num_experts * expert * each
-        self._kv_bytes = kv_numbers * kv_bytes  # for each token in the cache
+        self._per_token = 2 * (
+            dense + sum(layer.expert * layer.num_experts_per_tok for layer in self._layers)
+        )
 
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
         """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits
         of the last one."""
-        pairs = num_tokens * cached + num_tokens * (num_tokens + 1) // 2
-        operations = num_tokens * self._per_token + pairs * self._per_pair + 2 * self._head
-        return Cost(
-            operations / self.ceilings.flops_per_s, (2 * num_tokens + cached) * self._kv_bytes, operations
-        )
+        operations = num_tokens * self._per_token + 2 * self._head
+        numbers = 0
+        for layer in self._layers:
+            operations += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
+            numbers += (2 * num_tokens + layer.seen(cached)) * layer.kv_numbers
+        return Cost(operations / self.ceilings.flops_per_s, numbers * self._kv_bytes, operations)
 
-    def decode(self, num_seqs: int, num_cached: int, num_read: int | None = None) -> Cost:
-        """Returns the cost of one step of `num_seqs` sequences, whose contexts have `num_cached` tokens
-        together. `num_read` of these are read, as a shared prefix is read once. None: all are read."""
-        if num_read is None:
-            num_read = num_cached
-        share = min(1.0, num_seqs * self._chosen / self._num_experts) if self._num_experts else 0.0
-        weights = self._dense_bytes + share * self._expert_bytes
-        keys = num_read * self._kv_bytes
+    def decode(self, contexts: Sequence[int], shared: int = 0) -> Cost:
+        """Returns the cost of one step of sequences that have these numbers of tokens in the cache, of which
+        they share the first `shared`. Shared ones are read once."""
+        num_seqs = len(contexts)
+        numbers = attention = experts = 0.0
+        for layer in self._layers:
+            seen = sum(map(layer.seen, contexts))
+            read_twice = sum(max(0, shared - (context - layer.seen(context))) for context in contexts[1:])
+            attention += seen * layer.per_pair
+            numbers += (seen - read_twice) * layer.kv_numbers
+            if layer.num_experts:
+                untouched = (1 - layer.num_experts_per_tok / layer.num_experts) ** num_seqs
+                experts += (1 - untouched) * layer.num_experts * layer.expert
+        weights = self._dense_bytes
+        if experts:
+            weights += experts / self._all_experts * self._expert_bytes
         products = num_seqs * (self._per_token + 2 * self._head)
-        attention = num_cached * self._per_pair
-        return self._phase(weights, products) + self._phase(keys, attention)
+        return self._phase(weights, products) + self._phase(numbers * self._kv_bytes, attention)
 
     def _phase(self, bytes_moved: float, operations: float) -> Cost:
         return Cost(
@@ -123,7 +168,6 @@ class Floor:
                     active.append([length + 1, wanted - 1])
             if not active:
                 continue
-            context = sum(length for length, _ in active)
-            cost += self.decode(len(active), context, context - (len(active) - 1) * shared_prefix)
+            cost += self.decode([length for length, _ in active], shared_prefix if len(active) > 1 else 0)
             active = [[length + 1, left - 1] for length, left in active if left > 1]
         return cost

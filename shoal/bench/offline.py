@@ -168,18 +168,26 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
     import torch
 
     from shoal.bench.floor import Ceilings, Floor
+    from shoal.layers.experts import Experts
     from shoal.weights.update import weight_tensors
 
     core, tp = llm.core, llm.core.config.tensor_parallel_size
     model = core.ranks.runner.model
-    held = sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model))
+
+    def held(module: torch.nn.Module) -> int:
+        return tp * sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(module))
+
+    experts = sum(held(module) for module in model.modules() if isinstance(module, Experts))
+    dense = held(model) - experts
     if not core.model_config.tie_word_embeddings:
-        held -= sum(
-            tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model.embed_tokens)
-        )
+        dense -= held(model.embed_tokens)
     together = Ceilings(ceilings.bytes_per_s * tp, ceilings.flops_per_s * tp)
     return Floor(
-        core.model_config, together, held * tp, torch.empty((), dtype=core.ranks.runner.dtype).element_size()
+        core.model_config,
+        together,
+        dense,
+        experts,
+        torch.empty((), dtype=core.ranks.runner.dtype).element_size(),
     )
 
 
