@@ -31,7 +31,7 @@ class AttentionKind:
     @property
     def rotary_dim(self) -> int:
         """Twice the number of angles of a position."""
-        return self.head_dim
+        return self.rope.rotary_dim(self.head_dim)
 
     def kv_head_replicas(self, tp_size: int) -> int:
         """Returns the number of ranks with the same kv head; above 1 if there are more ranks than kv
@@ -77,6 +77,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits
     logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    num_draft_layers: int = 0  # further layers in the files, which draft tokens; they are not loaded
     dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

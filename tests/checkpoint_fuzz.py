@@ -443,7 +443,9 @@ def open_checkpoint(path: Path, load: bool) -> None:
     config = files.config
     tokenizer = load_tokenizer(files)
     assert all(i >= 0 for i in files.eos_token_ids) and isinstance(files.generation_config, dict)
-    frequencies, factor = rope_frequencies(config.attention.rope, config.attention.head_dim)
+    frequencies, factor = rope_frequencies(
+        config.attention.rope, config.attention.rotary_dim, config.max_position_embeddings
+    )
     assert np.isfinite(frequencies).all() and math.isfinite(factor)
     quantized_bytes = files.quantized_bytes
     resolved = resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, quantized_bytes)

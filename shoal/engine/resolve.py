@@ -205,9 +205,14 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
 def _longest(model: ModelConfig) -> int:
     """Returns how many positions the model is good for. Scaled rope reaches beyond max_position_embeddings;
     the rule is vLLM's."""
-    rope, trained = model.attention.rope, model.max_position_embeddings
-    scaled = {"yarn": rope.original_max_position_embeddings * rope.factor, "linear": trained * rope.factor}
-    return max(trained, int(scaled.get(rope.kind, trained)))
+    longest = trained = model.max_position_embeddings
+    for rope in {kind.mixer.rope for kind in model.layers}:
+        scaled = {
+            "yarn": rope.original_max_position_embeddings * rope.factor,
+            "linear": trained * rope.factor,
+        }
+        longest = max(longest, int(scaled.get(rope.kind, trained)))
+    return longest
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, gpu: bool, quantized: bool) -> str:

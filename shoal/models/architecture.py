@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.config_rope import SlidingRope
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,10 +48,18 @@ class Architecture:
 
     name: str  # `transformers`' model_type, and ModelConfig.architecture
     hf_class: str  # what "architectures" of config.json says: "Qwen3ForCausalLM"
-    # What `transformers`' config class fills in. num_key_value_heads None: as many as there are heads.
+    # What `transformers`' config class fills in. num_key_value_heads None: as many as there are heads. Only
+    # architectures with a partial_rotary_factor here may rotate a part of each head.
     defaults: Mapping[str, Any]
     # from what all architectures share, and a config's fields, to the whole ModelConfig
     read: Callable[[ModelConfig, ConfigFields], ModelConfig] = keep
+    # Returns the type of each layer where a config has no layer_types. None: layers do not differ by type,
+    # or `read` says how.
+    layer_types: Callable[[ConfigFields, int], tuple[str, ...]] | None = None
+    known_layer_types: tuple[str, ...] = (FULL, SLIDING)
+    # None: layers with a window have the rope of the others, unless the config keys it by layer type.
+    sliding_rope: SlidingRope | None = None
+    nested_in: tuple[str, ...] = ()  # multimodal classes whose text_config is one of this architecture
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GGUFNames | None = None  # None: no GGUF file of it is read

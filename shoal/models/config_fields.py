@@ -57,13 +57,27 @@ class ConfigFields:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number, neither tiny nor huge."""
-        value, least = self._value(key, default), LEAST_THETA if key == "rope_theta" else LEAST_NUMBER
+        value = self._value(key, default)
+        least = LEAST_THETA if key.endswith("rope_theta") else LEAST_NUMBER
         if type(value) not in (int, float) or not least <= value <= MOST_NUMBER:
             raise CheckpointError(
                 f"{self.where}: {key} {value!r:.80} is not a positive number from "
                 f"{least:g} to {MOST_NUMBER:g}"
             )
         return float(value)
+
+    def each(self, key: str, length: int, name: str | None = None) -> list[ConfigFields]:
+        """The values of a list of this length, each as a field of its own, called `name` or like the
+        list."""
+        values = self._value(key, None)
+        if not isinstance(values, list) or len(values) != length:
+            raise CheckpointError(
+                f"{self.where}: {key} must be a list of {length} values, got {values!r:.80}"
+                + (f" ({len(values)} values)" if isinstance(values, list) else "")
+            )
+        return [
+            ConfigFields({name or key: value}, f"{self.where}: {key}[{i}]") for i, value in enumerate(values)
+        ]
 
     def ids(self, key: str) -> tuple[int, ...]:
         return token_ids(self.get(key), f"{self.where}: {key}")

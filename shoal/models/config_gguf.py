@@ -12,7 +12,8 @@ from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields, token_ids
-from shoal.models.config_json import config_from_json, yarn_attention_factor
+from shoal.models.config_json import config_from_json
+from shoal.models.config_rope import yarn_attention_factor
 from shoal.models.registry import BY_GGUF
 
 # a key that all architectures share, behind the architecture's prefix -> config.json's key

@@ -144,8 +144,8 @@ def rounded(value: float) -> float:
 
 def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:
     """[max_position, rotary_dim] float32: cosines, then sines, of each position's angles, multiplied by
-    yarn's attention factor."""
-    inverse, factor = rope_frequencies(attention.rope, attention.rotary_dim)
+    the rope's attention factor."""
+    inverse, factor = rope_frequencies(attention.rope, attention.rotary_dim, max_position)
     angles = torch.outer(
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)
     )

@@ -5,6 +5,7 @@ the weights' content counts; the checkpoint's origin does not. No torch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 import xxhash
 
 from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.rope import RopeConfig
 from shoal.model_config import ModelConfig
 from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
@@ -23,7 +25,16 @@ from shoal.weights.source import CheckpointFiles
 
 # These fields do not affect the computation. Tensors are converted to the engine's dtype, and the engine
 # has its own length and stop ids.
-FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
+FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids", "num_draft_layers"}
+# The fields that these had when engines first wrote KV to disks. Later fields count where they differ from
+# their defaults, so that KV of earlier versions is found.
+FIRST_FIELDS = {
+    "ModelConfig": "architecture vocab_size hidden_size intermediate_size rms_norm_eps tie_word_embeddings "
+    "has_head qk_norm qkv_bias o_bias mlp_bias embedding_multiplier residual_multiplier logits_scaling "
+    "quantization",
+    "RopeConfig": "theta kind factor original_max_position_embeddings low_freq_factor high_freq_factor "
+    "beta_fast beta_slow truncate attention_factor factors",
+}
 SAMPLES = 16384  # in a file, or in all tensors
 MOST_SAMPLES = 32  # in a tensor
 SAMPLE_BYTES = 256
@@ -90,7 +101,7 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     """Returns the config without FREE_FIELDS. KV on disks is found by these names and values, so layers are
     described as in a config.json, whose fields hold for all of them. Layers that differ in more than windows
     and a choice between MLP and experts are listed as well."""
-    fields = {name: value for name, value in asdict(config).items() if name not in FREE_FIELDS}
+    fields = {name: value for name, value in _counting(config).items() if name not in FREE_FIELDS}
     del fields["layers"]
     attention, experts = config.attention, config.experts
     usual_scale = attention.head_dim**-0.5
@@ -99,7 +110,7 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "rope": asdict(attention.rope),
+        "rope": _counting(attention.rope),
         "attention_multiplier": None if attention.scale == usual_scale else attention.scale,
         "windows": tuple(kind.mixer.window for kind in config.layers),
         "num_experts": 0 if experts is None else experts.num_experts,
@@ -126,3 +137,10 @@ def _plain(experts: ExpertsKind) -> ExpertsKind:
     """Returns the experts that the fields of a Qwen3-MoE describe."""
     router = Router(experts.router.top_k, experts.router.renormalize)
     return ExpertsKind(experts.num_experts, experts.intermediate_size, router)
+
+
+def _counting(value: ModelConfig | RopeConfig) -> dict[str, object]:
+    """Returns the fields that count: all first ones, and others that differ from their defaults."""
+    first = FIRST_FIELDS[type(value).__name__].split()
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {name: own for name, own in asdict(value).items() if name in first or own != defaults[name]}

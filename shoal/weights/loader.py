@@ -3,6 +3,7 @@ one tensor is held at a time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,8 @@ from shoal.weights.kv_scales import is_kv_scale
 from shoal.weights.quantized import quantized_tensors, tensor_headers
 from shoal.weights.safetensors import safetensors_tensors
 from shoal.weights.source import CheckpointFiles
+
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 def load_weights(
@@ -125,9 +128,15 @@ def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tens
 
 def _is_weight(name: str, config: ModelConfig) -> bool:
     """Says if a layer loads this tensor."""
-    return not is_derived(name, config) and not is_kv_scale(name)
+    return not is_derived(name, config) and not is_kv_scale(name) and not is_draft(name, config)
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
     """Says if a tensor follows from others. Old checkpoints hold such tensors too."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def is_draft(name: str, config: ModelConfig) -> bool:
+    """Says if a tensor belongs to a layer behind the last one, which drafts tokens."""
+    layer = LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_draft_layers

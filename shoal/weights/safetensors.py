@@ -27,6 +27,12 @@ INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
 EMBEDDING = "model.embed_tokens.weight"
+# The text model within a multimodal one, by the prefixes of old and new checkpoints.
+TEXT_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+# Other parts than the text model: encoders and projectors of images and sounds, and draft heads.
+OTHER_PART = re.compile(
+    r"(?:model\.)?(?:vision|visual|image|audio|embed_vision|embed_audio|multi_modal|mm_|patch_merger|mtp\b)"
+)
 COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
@@ -55,8 +61,14 @@ def safetensors_tensors(
 
 def full_name(name: str) -> str:
     """Returns the name that a causal model gives to a tensor. A checkpoint that was saved from the model
-    below the head, as Qwen3-Embedding's, leaves out the `model.` before it."""
-    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+    below the head, as Qwen3-Embedding's, leaves out the `model.` before it; one of a multimodal model says
+    that it is the language model's, as do some fine-tunes of its text model alone."""
+    text = TEXT_MODEL.match(name)
+    own = name if text is None else name[text.end() :]
+    if own.startswith("lm_head."):
+        return own
+    is_below = text is not None or own.startswith(("embed_tokens.", "layers.", "norm."))
+    return f"model.{own}" if is_below else own
 
 
 def has_weights(folder: Path) -> bool:
@@ -101,7 +113,8 @@ def safetensors_headers(
     taken: set[str] = set()
     for path, names in shards(folder).items():
         held, _ = _read_header(path, dtypes)
-        for name in names or sorted(held):
+        names = [name for name in names or sorted(held) if not OTHER_PART.match(name)]
+        for name in names:
             if name not in held:
                 raise CheckpointError(
                     f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again"
@@ -112,13 +125,13 @@ def safetensors_headers(
                     "folder; remove one of them"
                 )
             taken.add(full_name(name))
-        yield path, {full_name(name): held[name] for name in names or sorted(held)}
+        yield path, {full_name(name): held[name] for name in names}
 
 
 def has_head(folder: Path) -> bool:
     """Returns whether the folder has an output head. Raises CheckpointError."""
     return any(
-        name.startswith("lm_head.")
+        full_name(name).startswith("lm_head.")
         for path, names in shards(folder).items()
         for name in names or _read_header(path, DTYPES | PACKED_DTYPES)[1]
     )
@@ -162,8 +175,9 @@ def tensor_spans(path: Path, dtypes: Mapping[str, int]) -> list[tuple[int, int]]
 def _read_header(
     path: Path, dtypes: Mapping[str, int]
 ) -> tuple[dict[str, TensorHeader], dict[str, tuple[int, int]]]:
-    """Returns each tensor's header, and its start and end in the file. Raises CheckpointError unless the
-    tensors fill the file without gaps, as their shapes say."""
+    """Returns each tensor's header, and its start and end in the file; of other parts than the text model,
+    the latter alone. Raises CheckpointError unless the tensors fill the file without gaps, as their shapes
+    say."""
     try:
         if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -182,7 +196,13 @@ def _read_header(
     tensors: dict[str, TensorHeader] = {}
     spans: list[tuple[int, int, str]] = []
     for name, info in header.items():
-        tensors[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}", dtypes)
+        where = f"{path}: the tensor {name!r:.200}"
+        fields = info if isinstance(info, dict) else {}
+        if not OTHER_PART.match(name):
+            tensors[name] = _parse_tensor(fields, where, dtypes)
+        start, end = _parse_span(fields.get("data_offsets"), where)
+        if name in tensors:
+            _check_size(tensors[name], end - start, where, dtypes)
         spans.append((start, end, name))
     position, before = 0, "the header"
     for start, end, name in sorted(spans):
@@ -200,10 +220,16 @@ def _read_header(
     return tensors, {name: (8 + length + start, 8 + length + end) for start, end, name in spans}
 
 
-def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[TensorHeader, int, int]:
-    """Parses one entry of a header: the tensor, its first byte in the data, and its end."""
-    fields = info if isinstance(info, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+def _parse_span(offsets: Any, where: str) -> tuple[int, int]:
+    """The first byte of a tensor in the data, and its end."""
+    if not _are_counts(offsets, least=0) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}; they must be a start and an end")
+    return offsets[0], offsets[1]
+
+
+def _parse_tensor(fields: Mapping[str, Any], where: str, dtypes: Mapping[str, int]) -> TensorHeader:
+    """Parses one entry of a header but for the tensor's place in the data."""
+    dtype, shape = fields.get("dtype"), fields.get("shape")
     if not isinstance(dtype, str) or dtype not in dtypes:
         raise CheckpointError(
             f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(dtypes)}"
@@ -212,15 +238,16 @@ def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[Ten
         raise CheckpointError(
             f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers"
         )
-    if not _are_counts(offsets, least=0) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}; they must be a start and an end")
-    if offsets[1] - offsets[0] != math.prod(shape) * dtypes[dtype]:
+    return TensorHeader(dtype, tuple(shape))
+
+
+def _check_size(header: TensorHeader, num_bytes: int, where: str, dtypes: Mapping[str, int]) -> None:
+    """Raises CheckpointError unless a tensor of this type and shape takes `num_bytes`."""
+    if num_bytes != (expected := math.prod(header.shape) * dtypes[header.dtype]):
         raise CheckpointError(
-            f"{where} of dtype {dtype} and shape {shape} takes "
-            f"{math.prod(shape) * dtypes[dtype]} bytes, its data_offsets {offsets} are "
-            f"{offsets[1] - offsets[0]}; fetch it again"
+            f"{where} of dtype {header.dtype} and shape {list(header.shape)} takes {expected} bytes, its "
+            f"data_offsets are {num_bytes} apart; fetch it again"
         )
-    return TensorHeader(dtype, tuple(shape)), offsets[0], offsets[1]
 
 
 def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.errors import CheckpointError
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields, sliding_window
+from shoal.models.config_layers import FULL, SLIDING, check_length, given_layer_types
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -20,21 +20,13 @@ def windowed(layers: tuple[LayerKind, ...], fields: ConfigFields) -> tuple[Layer
     window, num_layers = sliding_window(fields), len(layers)
     if not fields.flag("use_sliding_window") or window is None:
         return layers
-    kinds = fields.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise CheckpointError(f"{fields.where}: layer_types must be a list of texts, got {kinds!r:.80}")
+    kinds = given_layer_types(fields, (FULL, SLIDING))
     if kinds is None:
         first = fields.count("max_window_layers", least=0)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{fields.where}: layer_types must name full_attention or sliding_attention for each of "
-            f"{num_layers} layers; found {unknown[:4] or len(kinds)}"
-        )
+        kinds = tuple(SLIDING if i >= first else FULL for i in range(num_layers))
     return tuple(
-        layer.with_attention(window=window) if kind == "sliding_attention" else layer
-        for layer, kind in zip(layers, kinds)
+        layer.with_attention(window=window) if kind == SLIDING else layer
+        for layer, kind in zip(layers, check_length(fields, kinds, num_layers))
     )
 
 

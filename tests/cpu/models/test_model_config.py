@@ -403,7 +403,9 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
 
 def assert_same_rope(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> None:
     rotary = LlamaRotaryEmbedding(oracle)
-    inverse, factor = rope_frequencies(config.attention.rope, config.attention.head_dim)
+    inverse, factor = rope_frequencies(
+        config.attention.rope, config.attention.rotary_dim, config.max_position_embeddings
+    )
     assert inverse.dtype == np.float32
     # a few roundings: numpy's power is not torch's
     np.testing.assert_allclose(inverse, rotary.inv_freq.numpy(), rtol=4e-7)
@@ -487,8 +489,8 @@ def test_rope_frequencies_equal_those_of_transformers(name, head_dim):
 
 
 def test_rope_factors_divide_the_frequencies():
-    plain, _ = rope_frequencies(RopeConfig(500000.0), 8)
-    scaled, factor = rope_frequencies(RopeConfig(500000.0, "factors", factors=(1.0, 2.0, 4.0, 8.0)), 8)
+    plain, _ = rope_frequencies(RopeConfig(500000.0), 8, 512)
+    scaled, factor = rope_frequencies(RopeConfig(500000.0, "factors", factors=(1.0, 2.0, 4.0, 8.0)), 8, 512)
     assert np.array_equal(scaled, plain / np.array([1, 2, 4, 8], dtype=np.float32)) and factor == 1.0
 
 
@@ -498,7 +500,8 @@ def test_rope_factors_divide_the_frequencies():
         (dict(architectures=["Nope"]), ("Nope", "LlamaForCausalLM")),
         (dict(architectures=None, model_type="gpt2"), ("gpt2", "Qwen3ForCausalLM")),
         (dict(hidden_act="gelu"), ("gelu", "silu")),
-        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ("longrope", "yarn")),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), ("dynamic", "yarn")),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ("longrope", "short_factor")),
         (dict(rope_scaling=dict(type="llama3", factor=2.0)), ("low_freq_factor",)),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), ("per layer type",)),
         (dict(partial_rotary_factor=0.5), ("partial_rotary_factor",)),
@@ -589,7 +592,7 @@ def test_gguf_rope_factors_are_llama3_scaling():
     factors = tuple((plain / oracle.inv_freq.numpy().astype(np.float64)).tolist())
     config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
     np.testing.assert_allclose(
-        rope_frequencies(config.attention.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7
+        rope_frequencies(config.attention.rope, 16, 512)[0], oracle.inv_freq.numpy(), rtol=4e-7
     )
 
 

@@ -1,0 +1,41 @@
+"""Layer types of a config, and the patterns where a config has none. No torch."""
+
+from __future__ import annotations
+
+from shoal.errors import CheckpointError
+from shoal.models.config_fields import ConfigFields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# spellings of older configs -> newer ones
+RENAMED = {"attention": FULL, "mamba": "linear_attention"}
+
+
+def given_layer_types(fields: ConfigFields, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The config's layer_types; None if it has none. Raises CheckpointError for other types than `known`."""
+    given = fields.get("layer_types")
+    if given is None:
+        return None
+    texts = [kind for kind in given if isinstance(kind, str)] if isinstance(given, list) else []
+    if not texts or len(texts) != len(given):
+        raise CheckpointError(f"{fields.where}: layer_types must be a list of texts, got {given!r:.80}")
+    kinds = tuple(RENAMED.get(kind, kind) for kind in texts)
+    if unknown := sorted(set(kinds) - set(known)):
+        raise CheckpointError(
+            f"{fields.where}: layer_types must be {' or '.join(known)} for this architecture, got "
+            f"{', '.join(unknown[:4])!r:.200}"
+        )
+    return kinds
+
+
+def check_length(fields: ConfigFields, kinds: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Returns the kinds. Raises CheckpointError unless there is one for each layer."""
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{fields.where}: layer_types must have a type for each of {num_layers} layers, got {len(kinds)}"
+        )
+    return kinds
+
+
+def full_every(step: int, num_layers: int) -> tuple[str, ...]:
+    """Each step-th layer sees all positions, and the others slide."""
+    return tuple(SLIDING if (i + 1) % step else FULL for i in range(num_layers))

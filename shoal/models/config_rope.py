@@ -1,0 +1,163 @@
+"""From a config's fields to the RopeConfig of each type of layer.
+
+The old form has rope_theta, and rope_scaling with "type" or "rope_type"; in the new one rope_parameters holds
+all of it, for all layers or keyed by layer type. If both are there, rope_scaling wins, as in transformers.
+No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from shoal.errors import CheckpointError
+from shoal.kinds.rope import ROPE_THETA, RopeConfig
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import SLIDING
+
+ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
+# From a config's fields to the rope parameters of layers with a window, where its form has one rope.
+SlidingRope = Callable[[ConfigFields], Mapping[str, Any]]
+
+
+def rope_values(fields: ConfigFields) -> Mapping[str, Any]:
+    """The rope parameters in either form, without the fields beside them."""
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{fields.where}: rope_parameters must be an object, got {given!r:.120}")
+    return given
+
+
+def read_ropes(
+    fields: ConfigFields,
+    layer_types: Collection[str],
+    head_dim: int,
+    *,
+    keyed: bool,
+    partial: bool,
+    sliding: SlidingRope | None,
+) -> dict[str, RopeConfig]:
+    """The rope of each layer type. `keyed`: the architecture reads parameters by layer type; `partial`: it
+    rotates a part of each head if the config says so."""
+    given = rope_values(fields)
+    is_keyed = any(isinstance(value, dict) for value in given.values())
+    if is_keyed and not keyed:
+        raise CheckpointError(
+            f"{fields.where}: rope parameters per layer type are not supported for this architecture: "
+            f"{given!r:.120}"
+        )
+    ropes = {}
+    for kind in layer_types:
+        own = given
+        if is_keyed:
+            own = given.get(kind) or {}
+        elif kind == SLIDING and sliding is not None:
+            own = sliding(fields)
+        if not isinstance(own, dict):
+            raise CheckpointError(
+                f"{fields.where}: rope parameters of {kind} must be an object, got {own!r:.80}"
+            )
+        ropes[kind] = _rope(fields, own, head_dim, partial)
+    return ropes
+
+
+def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: bool) -> RopeConfig:
+    where, max_position = fields.where, fields.count("max_position_embeddings")
+    kind = own.get("rope_type") or own.get("type") or "default"
+    if kind == "su" or (kind == "yarn" and own.get("long_factor")):
+        kind = "longrope"  # Phi-3's first configs
+    rope = ConfigFields(
+        {
+            "rope_theta": fields.get("rope_theta"),
+            "partial_rotary_factor": fields.get("partial_rotary_factor"),
+            **{key: value for key, value in own.items() if value is not None},
+        },
+        f"{where}: rope {kind!s:.80}",
+    )
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(
+            f"{where}: rope type {kind!r:.80} is not supported; these are: {', '.join(ROPE_KINDS)}"
+        )
+    theta, share = rope.number("rope_theta", ROPE_THETA), rope.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {share:g} is not supported for this architecture; only 1.0 is"
+        )
+    rotary_dim = int(head_dim * share)
+    if share > 1.0 or rotary_dim < 2 or (rotary_dim % 2 and kind != "proportional"):
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor must leave pairs of head_dim {head_dim} to rotate, got {share:g}"
+        )
+    if kind == "default":
+        return RopeConfig(theta, partial=share)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor=rope.number("factor"), partial=share)
+    if kind == "proportional":
+        return RopeConfig(theta, kind, factor=rope.number("factor", 1.0), partial=share)
+    original = fields.count(
+        "original_max_position_embeddings", rope.count("original_max_position_embeddings", max_position)
+    )
+    if kind == "llama3":
+        scaled = RopeConfig(
+            theta,
+            kind,
+            factor=rope.number("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            partial=share,
+        )
+        if scaled.high_freq_factor <= scaled.low_freq_factor:
+            raise CheckpointError(
+                f"{where}: rope high_freq_factor {scaled.high_freq_factor} is not above low_freq_factor "
+                f"{scaled.low_freq_factor}"
+            )
+        return scaled
+    factor = rope.number("factor", max_position / original)
+    if kind == "longrope":
+        return RopeConfig(
+            theta,
+            kind,
+            factor,
+            original,
+            factors=_factors(rope, "short_factor", rotary_dim // 2),
+            long_factors=_factors(rope, "long_factor", rotary_dim // 2),
+            attention_factor=longrope_attention_factor(rope, factor, original),
+            partial=share,
+        )
+    return RopeConfig(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=yarn_attention_factor(rope, factor),
+        partial=share,
+    )
+
+
+def _factors(rope: ConfigFields, key: str, count: int) -> tuple[float, ...]:
+    return tuple(each.number(key) for each in rope.each(key, count))
+
+
+def longrope_attention_factor(rope: ConfigFields, factor: float, original: int) -> float:
+    """Returns the factor by which longrope multiplies cosines and sines, unless the config says it."""
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    return math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+
+
+def yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
+    """Returns the factor by which yarn multiplies cosines and sines, unless the config says it."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
+    return scale(1.0)
