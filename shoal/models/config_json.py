@@ -19,7 +19,7 @@ from shoal.models.layouts.registry import read_quantization
 from shoal.models.registry import ARCHITECTURES, BY_HF_CLASS, BY_NAME
 
 # an activation's name in configs -> its name in kernels/reference.py
-ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
