@@ -16,7 +16,9 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
     multipliers, of the same heads and rope, and matmuls that are packed for the C library and whole on this
     rank."""
     weights, first = [], config.layers[0].with_attention(window=None)
-    if any(kind.with_attention(window=None) != first for kind in config.layers):
+    if config.activation != "silu" or any(
+        kind.with_attention(window=None) != first for kind in config.layers
+    ):
         return None
     for layer in layers:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
