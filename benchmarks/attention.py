@@ -371,7 +371,9 @@ def prefill_case(
     name: str, num_heads: int, sequences: list[tuple[int, int]], paged: bool, quick: bool
 ) -> None:
     step = Step(num_heads, sequences, 1, max(kv_len for _, kv_len in sequences), fresh=not paged)
-    results = [(microseconds(step.attend, 5), "Triton" if step.backend.work is None else "Hopper's kernel")]
+    results = [
+        (microseconds(step.attend, 5), "Triton" if step.backend.hopper.work is None else "Hopper's kernel")
+    ]
     cuts = [prefill_tiles(128, BF16)] + ([] if quick else PREFILL_TILES)
     results += [
         (microseconds(partial(step.prefill, tiles, paged), 5), f"Triton, tiles {astuple(tiles)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from shoal.kinds.attention import OutputGate, QueryScaling
 from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.quantization import Quantization
 from shoal.kinds.rope import RopeConfig
@@ -23,15 +24,21 @@ class AttentionKind:
     num_kv_heads: int
     head_dim: int
     scale: float  # the factor of q k^T before the softmax
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: positions do not rotate q and k
     window: int | None = None  # how many positions a token sees, with its own; None: all before it
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: bool = False  # each query head has a learned logit in the softmax that brings no value
+    v_norm: bool = False  # each head of v is divided by its rms
+    query_scaling: QueryScaling | None = None
+    gate: OutputGate | None = None
+    kv_layer: int | None = None  # the layer whose keys and values it reads; None: it has its own
 
     planes: ClassVar[int] = 2  # of the cache: keys and values
 
     @property
     def rotary_dim(self) -> int:
         """Twice the number of angles of a position."""
-        return self.rope.rotary_dim(self.head_dim)
+        return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
     def kv_head_replicas(self, tp_size: int) -> int:
         """Returns the number of ranks with the same kv head; above 1 if there are more ranks than kv

@@ -24,6 +24,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     scale: float  # what q k^T is multiplied by
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) before the mask
 
 
 class AttentionBackend(Protocol):
@@ -44,16 +45,18 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         selected: bool = False,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H, N] for [T, H, N] queries. The cache holds the step's own k and v already; they are passed
-        for fresh prefills. A cache of fp8 numbers is read alone, so that a token sees the same keys and
-        values in whatever step it is computed. With `selected`, only the results of
-        step.host.selected_tokens are read."""
+        for fresh prefills, unless another layer stored them (None). A cache of fp8 numbers is read alone, so
+        that a token sees the same keys and values in whatever step it is computed. With `selected`, only the
+        results of step.host.selected_tokens are read. `sinks_H` float32: a logit of each query head that
+        joins the denominator of its softmax."""
         ...
 
 

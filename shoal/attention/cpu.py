@@ -21,7 +21,7 @@ class TorchBackend:
     share_from: int | None = None
 
     def __init__(self, shape: AttentionShape) -> None:
-        self.scale = shape.scale
+        self.scale, self.softcap = shape.scale, shape.softcap
 
     def begin(self, step: StepInput) -> None:
         """There is nothing to plan."""
@@ -32,23 +32,26 @@ class TorchBackend:
     def attend(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         selected: bool = False,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
         decodes, window = step.num_decodes, cache.window
         if decodes:
             lens_B, rows_B = step.kv_lens_S[:decodes].clamp(min=1), step.rows_S[:decodes]
-            k_BGLN, v_BGLN = gather(cache, step, rows_B.clamp(min=0), int(lens_B.max()), q_THN.dtype)
             positions_BQ = lens_B[:, None] - step.queries + torch.arange(step.queries)
+            keys_BL, k_BGLN, v_BGLN = gather(
+                cache, step, rows_B.clamp(min=0), positions_BQ[:, 0].clamp(min=0), lens_B, q_THN.dtype
+            )
             is_padding_BQ = (positions_BQ < 0) | (rows_B < 0)[:, None]
             # padding looks at one key, and becomes zero below
-            seen_BQL = visible(positions_BQ.clamp(min=0), k_BGLN.shape[2], window)
+            seen_BQL = visible(positions_BQ.clamp(min=0), keys_BL, window)
             q_BQHN = q_THN[: step.num_decode_tokens].unflatten(0, (decodes, step.queries))
-            out_BHQN = self._softmax(q_BQHN.transpose(1, 2), k_BGLN, v_BGLN, seen_BQL[:, None])
+            out_BHQN = self._softmax(q_BQHN.transpose(1, 2), k_BGLN, v_BGLN, seen_BQL[:, None], sinks_H)
             out_BQHN = out_BHQN.transpose(1, 2).masked_fill(is_padding_BQ[:, :, None, None], 0)
             out_THN[: step.num_decode_tokens] = out_BQHN.flatten(0, 1)
         if step.host is None:
@@ -58,23 +61,53 @@ class TorchBackend:
             start, end = step.host.query_starts[s : s + 2]
             kv_len = step.host.kv_lens[s]
             mask = None
-            is_fresh = cache.scales_2G is None and kv_len == end - start
+            is_fresh = k_TGN is not None and cache.scales_2G is None and kv_len == end - start
             if is_fresh and (window is None or kv_len <= window):
+                assert k_TGN is not None and v_TGN is not None
                 k_1GLN = k_TGN[None, start:end].transpose(1, 2)
                 v_1GLN = v_TGN[None, start:end].transpose(1, 2)
             else:
-                k_1GLN, v_1GLN = gather(cache, step, step.rows_S[s : s + 1], kv_len, q_THN.dtype)
-                mask = visible(torch.arange(kv_len - (end - start), kv_len), k_1GLN.shape[2], window)
-            out_1HTN = self._softmax(q_THN[None, start:end].transpose(1, 2), k_1GLN, v_1GLN, mask)
+                positions_1T = torch.arange(kv_len - (end - start), kv_len)[None]
+                keys_1L, k_1GLN, v_1GLN = gather(
+                    cache,
+                    step,
+                    step.rows_S[s : s + 1],
+                    positions_1T[:, 0],
+                    step.kv_lens_S[s : s + 1],
+                    q_THN.dtype,
+                )
+                mask = visible(positions_1T, keys_1L, window)[0]
+            out_1HTN = self._softmax(q_THN[None, start:end].transpose(1, 2), k_1GLN, v_1GLN, mask, sinks_H)
             out_THN[start:end] = out_1HTN[0].transpose(0, 1)
         return out_THN
 
     def _softmax(
-        self, q_BHTN: torch.Tensor, k_BGLN: torch.Tensor, v_BGLN: torch.Tensor, mask: torch.Tensor | None
+        self,
+        q_BHTN: torch.Tensor,
+        k_BGLN: torch.Tensor,
+        v_BGLN: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q_BHTN, k_BGLN, v_BGLN, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        """Without a mask, query t sees keys 0 to t."""
+        if self.softcap is None and sinks_H is None:
+            return F.scaled_dot_product_attention(
+                q_BHTN, k_BGLN, v_BGLN, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
+        (_, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q_BHTN.shape, k_BGLN.shape
+        k_BHLN, v_BHLN = (
+            x.float().repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k_BGLN, v_BGLN)
         )
+        scores = q_BHTN.float() @ k_BHLN.transpose(2, 3) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks_H is not None:
+            sinks_BHT1 = sinks_H.float()[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks_BHT1), dim=-1)
+        return (scores.softmax(dim=-1)[..., :num_keys] @ v_BHLN).to(q_BHTN.dtype)
 
 
 class CpuBackend(TorchBackend):
@@ -100,12 +133,15 @@ class CpuBackend(TorchBackend):
     def attend(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         selected: bool = False,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sinks_H is not None or self.softcap is not None:
+            return super().attend(q_THN, k_TGN, v_TGN, cache, step, selected, sinks_H)
         if step is not self._step:
             self.begin(step)
         token_stride, *head_strides = q_THN.stride()
@@ -126,24 +162,38 @@ class CpuBackend(TorchBackend):
 
 
 def gather(
-    cache: LayerCache, step: StepInput, rows_B: torch.Tensor, max_len: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row."""
+    cache: LayerCache,
+    step: StepInput,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    lens_B: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [B, G, L, N] of whole blocks, and the positions [B, L] of these keys. They hold all
+    that the queries of each row see, from the one at positions_B up to the row's last one at lens_B - 1.
+    Blocks before a window may belong to other sequences by now, so they are not read."""
     kv_layer, tables_RM = cache.blocks, step.block_tables[cache.table]
-    num_blocks = -(-max_len // kv_layer.shape[3])
+    num_blocks, block_size = len(kv_layer), kv_layer.shape[3]
+    seen_B = positions_B * 0 if cache.window is None else (positions_B - cache.window + 1).clamp(min=0)
+    firsts_B = seen_B // block_size
+    index_BM = firsts_B[:, None] + torch.arange(
+        int((lens_B - firsts_B * block_size).max() - 1) // block_size + 1
+    )
     # A table may hold anything beyond the sequence's end.
-    blocks_BM = tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)
+    blocks_BM = tables_RM[rows_B.long()[:, None], index_BM.clamp(max=tables_RM.shape[1] - 1).long()]
+    blocks_BM = blocks_BM.long().clamp(0, num_blocks - 1)
     if cache.scales_2G is None:
         kv = kv_layer[blocks_BM]
     else:
         fp8 = kv_layer.view(torch.uint8)[blocks_BM].view(kv_layer.dtype)
         kv = fp8.float() * cache.scales_2G[:, :, None, None]
     kv = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
-    return kv[0], kv[1]
+    keys_BL = (firsts_B * block_size)[:, None] + torch.arange(kv.shape[3])
+    return keys_BL, kv[0], kv[1]
 
 
-def visible(positions: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
-    """bool [..., L]: the keys that a query at each position sees."""
-    keys_L, positions = torch.arange(num_keys), positions.unsqueeze(-1)
-    seen = keys_L <= positions
-    return seen if window is None else seen & (keys_L > positions - window)
+def visible(positions_BT: torch.Tensor, keys_BL: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [B, T, L]: the keys that a query at each position sees."""
+    keys, positions = keys_BL[:, None], positions_BT[:, :, None]
+    seen = keys <= positions
+    return seen if window is None else seen & (keys > positions - window)

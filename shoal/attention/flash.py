@@ -79,18 +79,19 @@ class FlashAttentionBackend(TritonBackend):
     def prefill(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         out_THN: torch.Tensor,
         selected: bool,
     ) -> None:
         first = step.num_decode_tokens
-        k, v, paged = k_TGN[first:], v_TGN[first:], {}
-        if not step.fresh_prefills:
+        if k_TGN is None or v_TGN is None or not step.fresh_prefills:
             k, v = cache.blocks.transpose(2, 3).unbind(1)
             paged = {"block_table": self.block_tables[cache.table]}
+        else:
+            k, v, paged = k_TGN[first:], v_TGN[first:], {}
         out_THN[first:] = self.varlen(
             q_THN[first:],
             k,
@@ -163,8 +164,8 @@ class FlashInferBackend(TritonBackend):
     def prefill(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         out_THN: torch.Tensor,

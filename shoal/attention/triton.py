@@ -15,6 +15,7 @@ from itertools import product
 import torch
 
 from shoal.attention.backend import AttentionShape
+from shoal.attention.hopper_prefill import HopperPrefill
 from shoal.attention.splits import (
     CUT,
     CUT_SPLITS,
@@ -28,8 +29,6 @@ from shoal.attention.splits import (
     prefix_parts,
 )
 from shoal.attention.step_input import StepInput
-from shoal.attention.unpacked import UnpackedBlocks, plan_blocks
-from shoal.kernels.attention.fp8_cache import unpack_blocks
 from shoal.kernels.attention.paged_attention import (
     DecodeWorkspace,
     PrefillWorkspace,
@@ -40,16 +39,11 @@ from shoal.kernels.attention.paged_attention import (
     queries_per_tile,
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention
-from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
+from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.layer_cache import LayerCache
-
-if HAS_GLUON:
-    from shoal.kernels.attention import hopper_attention as hopper
 
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
 MIN_PREFILL_SPLIT = 512  # the fewest keys that are worth a program of their own beside a tile's others
-# From this many prefill tokens on Hopper's own kernel gets them. It takes the host longer to launch.
-HOPPER_FROM = 512
 
 
 class TritonBackend:
@@ -73,19 +67,13 @@ class TritonBackend:
         """holding: the region for partial results, which need not outlive a step. queries: the most tokens of
         a decode in one step."""
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
-        self.scale, self.num_kv_heads = shape.scale, num_kv_heads
+        self.fp8_cache, self.block_size = fp8_cache, block_size
+        self.scale, self.softcap, self.num_kv_heads = shape.scale, shape.softcap, num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
+        self.hopper = HopperPrefill(shape, block_size, max_model_len, device, dtype, fp8_cache, self.num_sms)
         self.group = num_heads // num_kv_heads
-        # The tiles of the step's prefills, if Hopper's kernel gets them; those with selected tokens come
-        # first.
-        self.work: torch.Tensor | None = None
-        self.selected_work = 0  # how many tiles have selected tokens
-        self.unpacked: UnpackedBlocks | None = None  # for Hopper's prefills from an fp8 cache
-        self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
         # Number of queries that share a tile, by the number of queries of a decode.
         self.tile_queries = [
@@ -121,31 +109,22 @@ class TritonBackend:
     def begin(self, step: StepInput) -> None:
         """Orders the work of a large step's prefills. There is nothing else to plan, as kernels read lengths
         and block tables on the device."""
-        self.work = None
-        host = step.host
-        if self.hopper and host is not None and step.max_prefill_tokens >= HOPPER_FROM:
-            work, self.selected_work = hopper.prefill_work(
-                host.query_starts, host.kv_lens, step.num_decodes, self.group, host.selected_tokens
-            )
-            if self.fp8_cache:
-                self.unpacked = plan_blocks(step, host, self.block_size, self.max_model_len)
-                if self.unpacked is None:
-                    return
-            on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
-            self.work = on_device.view(work.shape)
+        self.hopper.begin(step)
 
     def reads_k(self, cache: LayerCache) -> bool:
-        return not self.fp8_cache and (self.work is None or cache.window is not None)
+        return not self.fp8_cache and not self.hopper.takes(cache)
 
     def attend(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         selected: bool = False,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks_H is None and self.softcap is None
         out_THN = empty_matmul_input(q_THN, *q_THN.shape)
         if step.num_decodes:
             self.decode(q_THN, cache, step, out_THN)
@@ -205,8 +184,8 @@ class TritonBackend:
     def prefill(
         self,
         q_THN: torch.Tensor,
-        k_TGN: torch.Tensor,
-        v_TGN: torch.Tensor,
+        k_TGN: torch.Tensor | None,
+        v_TGN: torch.Tensor | None,
         cache: LayerCache,
         step: StepInput,
         out_THN: torch.Tensor,
@@ -214,12 +193,10 @@ class TritonBackend:
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
-        if self.work is not None and cache.window is None:
-            work = self.work[: self.selected_work] if selected else self.work
-            if len(work):
-                self.hopper_prefill(q_THN, cache, step, out_THN, work)
+        if self.hopper.takes(cache):
+            self.hopper.prefill(q_THN, cache, step, out_THN, selected)
             return
-        paged, splits = cache.scales_2G is not None or not step.fresh_prefills, 1
+        paged, splits = k_TGN is None or cache.scales_2G is not None or not step.fresh_prefills, 1
         if paged and cache.window is None:
             sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
             splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
@@ -240,21 +217,4 @@ class TritonBackend:
             splits=splits,
             min_split=MIN_PREFILL_SPLIT,
             workspace=self.prefill_workspace,
-        )
-
-    def hopper_prefill(
-        self,
-        q_THN: torch.Tensor,
-        cache: LayerCache,
-        step: StepInput,
-        out_THN: torch.Tensor,
-        work: torch.Tensor,
-    ) -> None:
-        blocks, rows_S, tables_RM = cache.blocks, step.rows_S, step.block_tables[cache.table]
-        if cache.scales_2G is not None:
-            assert self.unpacked is not None
-            blocks = unpack_blocks(cache, self.unpacked.blocks_B[cache.table], q_THN.dtype)
-            rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
-        hopper.hopper_prefill_attention(
-            q_THN, blocks, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
         )

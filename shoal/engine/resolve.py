@@ -207,6 +207,8 @@ def _longest(model: ModelConfig) -> int:
     the rule is vLLM's."""
     longest = trained = model.max_position_embeddings
     for rope in {kind.mixer.rope for kind in model.layers}:
+        if rope is None:
+            continue
         scaled = {
             "yarn": rope.original_max_position_embeddings * rope.factor,
             "linear": trained * rope.factor,

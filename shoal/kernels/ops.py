@@ -17,6 +17,7 @@ from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.sampling.row_options import RowOptions
+from shoal.kinds.attention import QueryScaling
 from shoal.kinds.experts import Activation, Router
 
 
@@ -80,13 +81,19 @@ class Ops(Protocol):
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
         eps: float,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         positions_T: torch.Tensor,
         rows_T: torch.Tensor,
         block_tables_RM: torch.Tensor,
         cache: LayerCache,
         keep_k: bool = True,
+        *,
+        stores: bool = True,
+        v_norm: bool = False,
+        query_scaling: QueryScaling | None = None,
     ) -> None: ...
+
+    def gate_output(self, out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor: ...
 
     def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...
 

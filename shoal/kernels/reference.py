@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import Field
+from shoal.kinds.attention import QueryScaling
 
 FP8_MAX = 448.0  # the largest number in e4m3
 
@@ -70,30 +71,47 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
     cache: LayerCache,
     keep_k: bool = True,
+    *,
+    stores: bool = True,
+    v_norm: bool = False,
+    query_scaling: QueryScaling | None = None,
 ) -> None:
     """Normalises the q and k heads of qkv, [T, (H + 2G) * N], in place if there are weights, rotates them in
     place, and stores k and v in the layer's cache.
 
-    cos_sin is [max_position, N]: cosines, then sines. block_tables_RM is the step's table of number
-    `cache.table`. Nothing is stored for padding (row or position -1), and its qkv is undefined afterwards.
-    Without `keep_k` k is not read from qkv afterwards, and may be undefined there, too.
+    cos_sin is [max_position, D]: cosines, then sines, of the D/2 pairs (i, i + D/2) of each head's first D
+    numbers. None: nothing is rotated. block_tables_RM is the step's table of number `cache.table`. Nothing is
+    stored for padding (row or position -1), and its qkv is undefined afterwards. Without `keep_k` k is not
+    read from qkv afterwards, and may be undefined there, too. Without `stores` qkv is q alone, [T, H * N], as
+    the cache has the keys and values of another layer. `v_norm` divides each head of v by its rms, in place.
     """
     blocks, scales_2G = cache.blocks, cache.scales_2G
     num_kv_heads, block_size, head_dim = blocks.shape[2:]
     heads = qkv_TX.view(qkv_TX.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    q_THN, k_TGN, v_TGN = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    positions = positions_T.long()
-    cos, sin = cos_sin[positions.clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
+    kv_heads = num_kv_heads if stores else 0
+    q_THN, k_TGN, v_TGN = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    positions = positions_T.long().clamp(min=0)
     for x, weight in ((q_THN, q_weight), (k_TGN, k_weight)):
-        first, second = (x if weight is None else rms_norm(x, weight, eps)).float().chunk(2, dim=-1)
-        x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        rotated = (x if weight is None else rms_norm(x, weight, eps)).float()
+        if cos_sin is not None:
+            half = cos_sin.shape[1] // 2
+            cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+            first, second, rest = rotated.split((half, half, head_dim - 2 * half), dim=-1)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        if query_scaling is not None and x is q_THN:
+            steps_T = (positions + query_scaling.offset) // query_scaling.length
+            rotated = rotated * (1 + query_scaling.beta * torch.log1p(steps_T.float()))[:, None, None]
+        x.copy_(rotated)
+    if not stores:
+        return
+    if v_norm:
+        v_TGN.copy_(rms_norm(v_TGN, torch.ones(head_dim, device=v_TGN.device), eps))
     stored = ((rows_T >= 0) & (positions_T >= 0)).nonzero().squeeze(1)
     positions = positions[stored]
     ids = block_tables_RM[rows_T[stored].long(), positions // block_size].long()
@@ -103,6 +121,15 @@ def qk_norm_rope_store(
         else:
             fp8 = to_fp8(x_TGN[stored], scales_2G[kind, :, None])
             blocks.view(torch.uint8)[ids, kind, :, positions % block_size] = fp8.view(torch.uint8)
+
+
+def gate_output(out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor:
+    """out * activation(gate), [T, X]. The gate has a number for each of out's, or one for each head, which
+    are X / Y consecutive numbers. `activation` is "sigmoid" or "softplus"."""
+    gate32 = gate_TY.float()
+    factors_TY = torch.sigmoid(gate32) if activation == "sigmoid" else F.softplus(gate32)
+    heads_TYN = out_TX.unflatten(1, (gate_TY.shape[1], -1))
+    return (heads_TYN.float() * factors_TY[:, :, None]).to(out_TX.dtype).flatten(1)
 
 
 def to_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

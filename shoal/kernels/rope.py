@@ -19,6 +19,7 @@ import triton.language as tl
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
+from shoal.kinds.attention import QueryScaling
 
 ONE_WAVE = 1024  # The programs of as many tokens are about as many as run at once.
 
@@ -149,18 +150,23 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
     cache: LayerCache,
     keep_k: bool = True,
+    *,
+    stores: bool = True,
+    v_norm: bool = False,
+    query_scaling: QueryScaling | None = None,
 ) -> None:
     """As reference.qk_norm_rope_store. Padding tokens are left alone. Without `keep_k`, k of many tokens is
     not written back, which saves time (benchmarks/results/kernels.md)."""
     kv_layer, scales_2G = cache.blocks, cache.scales_2G
     num_tokens, (_, _, num_kv_heads, block_size, head_dim) = qkv_TX.shape[0], kv_layer.shape
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+    assert stores and not v_norm and query_scaling is None and cos_sin is not None
     assert qkv_TX.is_contiguous() and num_heads > 0 and cos_sin.shape[1] == head_dim
     assert (
         (q_weight is None) == (k_weight is None)

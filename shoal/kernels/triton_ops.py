@@ -2,6 +2,7 @@
 
 from shoal.kernels.activation import embed, gate_mul, soft_cap
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
+from shoal.kernels.gate import gate_output
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
@@ -28,6 +29,7 @@ __all__ = [
     "copy_ints",
     "embed",
     "gate_mul",
+    "gate_output",
     "join_parts",
     "keep_allowed",
     "keep_bits",

@@ -15,14 +15,14 @@ from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.sinks import Sinks
 from shoal.model_config import AttentionKind, ModelConfig
 
 
 def attention_shape(kind: AttentionKind, tp_size: int) -> AttentionShape:
     """The heads of a layer on each rank."""
-    return AttentionShape(
-        kind.num_heads // tp_size, kind.kv_heads_per_rank(tp_size), kind.head_dim, kind.scale
-    )
+    kv_heads = kind.kv_heads_per_rank(tp_size)
+    return AttentionShape(kind.num_heads // tp_size, kv_heads, kind.head_dim, kind.scale, kind.softcap)
 
 
 class Attention(nn.Module):
@@ -34,16 +34,16 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.ops, self.eps, self.shape = ops, config.rms_norm_eps, attention_shape(kind, tp.size)
-        self.backend, n = backends[self.shape], kind.head_dim
-        replicas = kind.kv_head_replicas(tp.size)
+        self.kind, self.backend, n = kind, backends[self.shape], kind.head_dim
+        replicas, kv = kind.kv_head_replicas(tp.size), kind.num_kv_heads * n
         self.qkv_proj = Linear(
             config.hidden_size,
-            {"q_proj": kind.num_heads * n, "k_proj": kind.num_kv_heads * n, "v_proj": kind.num_kv_heads * n},
+            {"q_proj": kind.num_heads * n} | ({"k_proj": kv, "v_proj": kv} if kind.kv_layer is None else {}),
             tp,
             ops,
             split="columns",
             bias=config.qkv_bias,
-            replicas=(1, replicas, replicas),
+            replicas=(1, replicas, replicas) if kind.kv_layer is None else (1,),
         )
         self.o_proj = Linear(
             kind.num_heads * n,
@@ -55,7 +55,9 @@ class Attention(nn.Module):
             multiplier=config.residual_multiplier,
         )
         self.q_norm = build_norm(config, n, ops) if config.qk_norm else None
-        self.k_norm = build_norm(config, n, ops) if config.qk_norm else None
+        has_k_norm = config.qk_norm and kind.kv_layer is None
+        self.k_norm = build_norm(config, n, ops) if has_k_norm else None
+        self.sinks = Sinks(kind.num_heads, tp) if kind.sinks else None
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of each head of q and of k, which are part of the fused pass."""
@@ -68,7 +70,7 @@ class Attention(nn.Module):
         norm: RMSNorm,
         step: StepInput,
         cache: LayerCache,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns what is left to add to the new residual (None: nothing; on several ranks this rank's part),
@@ -84,12 +86,12 @@ class Attention(nn.Module):
         residual_TD: torch.Tensor,
         step: StepInput,
         cache: LayerCache,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Turns the output of the q, k, v matmul, [T, (H + 2G) * N], into the input of the output matmul,
-        [T, H * N], and returns it with the residual. `select_S` restricts both to the selected tokens. If it
-        selects nothing, the first result is None."""
+        [T, H * N], and returns it with the residual. There is q alone if another layer stores k and v.
+        `select_S` restricts both to the selected tokens. If it selects nothing, the first result is None."""
         h, g, n = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         q_norm, k_norm = self.head_norms()
         self.ops.qk_norm_rope_store(
@@ -103,13 +105,20 @@ class Attention(nn.Module):
             step.block_tables[cache.table],
             cache,
             self.backend.reads_k(cache),
+            stores=self.kind.kv_layer is None,
+            v_norm=self.kind.v_norm,
+            query_scaling=self.kind.query_scaling,
         )
         # No token is selected of a chunk that ends no prompt: such a chunk runs for what it writes to the
         # cache.
         if select_S is not None and len(select_S) == 0:
             return None, residual_TD[:0]
-        q_THN, k_TGN, v_TGN = qkv.view(-1, h + 2 * g, n).split((h, g, g), dim=1)
-        out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, selected=select_S is not None)
+        if self.kind.kv_layer is None:
+            q_THN, k_TGN, v_TGN = qkv.view(-1, h + 2 * g, n).split((h, g, g), dim=1)
+        else:
+            q_THN, k_TGN, v_TGN = qkv.view(-1, h, n), None, None
+        sinks_H = None if self.sinks is None else self.sinks.logits_H
+        out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, select_S is not None, sinks_H)
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]

@@ -81,7 +81,7 @@ def config_from_gguf(
     }
     parsed = config_from_json(config, where)
     rope, head_dim = parsed.attention.rope, parsed.attention.head_dim
-    if rope_factors:
+    if rope_factors and rope is not None:
         if len(rope_factors) != head_dim // 2:
             raise CheckpointError(
                 f"{where}: {len(rope_factors)} rope factors for head_dim {head_dim}; it needs half as many"

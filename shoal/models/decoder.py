@@ -80,7 +80,7 @@ class Decoder(nn.Module):
                 if isinstance(module, MatrixLayer):
                     module.keep(device, quantizes, holding)
             self.to_empty(device=device)
-        self.ropes: tuple[torch.Tensor, ...] = ()
+        self.ropes: tuple[torch.Tensor | None, ...] = ()
 
     def allocate_ropes(self, max_position: int) -> None:
         """Makes each layer's table of rotary angles for this many positions. Layers of the same rope share a
@@ -142,9 +142,11 @@ def rounded(value: float) -> float:
     return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu").item()
 
 
-def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor:
+def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor | None:
     """[max_position, rotary_dim] float32: cosines, then sines, of each position's angles, multiplied by
-    the rope's attention factor."""
+    the rope's attention factor. None: the layer has no rope."""
+    if attention.rope is None:
+        return None
     inverse, factor = rope_frequencies(attention.rope, attention.rotary_dim, max_position)
     angles = torch.outer(
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)

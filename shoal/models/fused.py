@@ -7,18 +7,22 @@ from collections.abc import Iterable
 from shoal.kernels.cpu.linear import CpuWeight
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.layer import DecoderLayer
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
     """None where the C call can't run them. It knows dense layers of the Llama line alone, without
-    multipliers, of the same heads and rope, and matmuls that are packed for the C library and whole on this
-    rank."""
+    multipliers, of the same heads and rope, without additions to attention, and matmuls that are packed for
+    the C library and whole on this rank."""
     weights, first = [], config.layers[0].with_attention(window=None)
     if config.activation != "silu" or any(
         kind.with_attention(window=None) != first for kind in config.layers
     ):
+        return None
+    mixer = first.mixer
+    plain = AttentionKind(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale, mixer.rope)
+    if mixer != plain or mixer.rotary_dim != mixer.head_dim:
         return None
     for layer in layers:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
@@ -47,4 +51,4 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
             )
         )
-    return CpuLayers(weights, first.mixer.num_heads, config.rms_norm_eps, first.mixer.scale)
+    return CpuLayers(weights, mixer.num_heads, config.rms_norm_eps, mixer.scale)

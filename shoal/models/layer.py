@@ -11,6 +11,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.experts import MoE
+from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
@@ -30,7 +31,8 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
+        attention = Attention if kind.mixer.gate is None else GatedAttention
+        self.self_attn = attention(config, kind.mixer, tp, ops, backends)
         experts = kind.experts
         self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)
@@ -42,7 +44,7 @@ class DecoderLayer(nn.Module):
         residual_TD: torch.Tensor,
         step: StepInput,
         cache: LayerCache,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         select_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes what the layer before left to add to the residual (None: nothing), and the residual, which it

@@ -18,7 +18,7 @@ import xxhash
 
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.rope import RopeConfig
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
 from shoal.weights.source import CheckpointFiles
@@ -110,7 +110,7 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "rope": _counting(attention.rope),
+        "rope": None if attention.rope is None else _counting(attention.rope),
         "attention_multiplier": None if attention.scale == usual_scale else attention.scale,
         "windows": tuple(kind.mixer.window for kind in config.layers),
         "num_experts": 0 if experts is None else experts.num_experts,
@@ -120,6 +120,8 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     }
     if experts is not None and experts != _plain(experts):
         fields["experts"] = asdict(experts)
+    if attention != _plain_attention(attention):
+        fields["attention"] = asdict(attention)
     sparse = [i for i, kind in enumerate(config.layers, 1) if kind.experts is not None]
     step = fields["decoder_sparse_step"] = math.gcd(*sparse) or 1
     every = range(step, config.num_layers + 1, step) if sparse else ()
@@ -144,3 +146,9 @@ def _counting(value: ModelConfig | RopeConfig) -> dict[str, object]:
     first = FIRST_FIELDS[type(value).__name__].split()
     defaults = {field.name: field.default for field in dataclasses.fields(value)}
     return {name: own for name, own in asdict(value).items() if name in first or own != defaults[name]}
+
+
+def _plain_attention(attention: AttentionKind) -> AttentionKind:
+    """Returns the attention that the fields of a Qwen3 describe."""
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    return AttentionKind(*heads, attention.scale, attention.rope, attention.window)

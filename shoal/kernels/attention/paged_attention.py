@@ -855,8 +855,8 @@ def prefill_kernel(
 
 def prefill_attention(
     q_THN: torch.Tensor,
-    k_TGN: torch.Tensor,
-    v_TGN: torch.Tensor,
+    k_TGN: torch.Tensor | None,
+    v_TGN: torch.Tensor | None,
     cache: LayerCache,
     out_THN: torch.Tensor,
     query_starts_S: torch.Tensor,
@@ -889,7 +889,7 @@ def prefill_attention(
         and out_THN.is_contiguous()
         and kv_layer.stride()[3:] == (head_dim, 1)
     )
-    assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1 and block_tables_RM.stride(1) == 1
+    assert block_tables_RM.stride(1) == 1
     if tiles is None:
         tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, next_power_of_2(group))
@@ -898,7 +898,12 @@ def prefill_attention(
     head_dim_pad = max(16, next_power_of_2(head_dim))
     fp8 = scales_2G is not None
     assert paged or not fp8
-    k, v = (cache_bytes(cache),) * 2 if paged else (k_TGN, v_TGN)
+    if paged:
+        k = v = cache_bytes(cache)
+    else:
+        assert k_TGN is not None and v_TGN is not None
+        assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1
+        k, v = k_TGN, v_TGN
     partial = lse = arrived = rows_S  # nobody looks at them
     if splits > 1:
         assert workspace is not None and window is None and num_tasks <= workspace.arrived.numel()

@@ -27,9 +27,12 @@ def paged_attention(
     block_tables_RM: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns [T, H, N]. A sequence's queries are the last of its kv_len positions. A sequence with row -1 or
-    kv_len 0 is padding, as is a query before position 0, and their results are zeros."""
+    kv_len 0 is padding, as is a query before position 0, and their results are zeros. With a window, the
+    blocks before the first query's window are not read."""
     out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
     group = q_THN.shape[1] // kv_layer.shape[2]
     starts = query_starts_S.tolist()
@@ -37,16 +40,23 @@ def paged_attention(
         first, last = starts[s], starts[s + 1]
         if row < 0 or kv_len == 0 or first == last:
             continue
-        k_HKN, v_HKN = (
-            gather_kv(kv_layer, block_tables_RM[row], kv_len).float().repeat_interleave(group, dim=1)
-        )
         query_pos = torch.arange(kv_len - (last - first), kv_len, device=q_THN.device)[:, None]
-        key_pos = torch.arange(kv_len, device=q_THN.device)[None, :]
+        before = 0 if window is None else max(kv_len - (last - first) - window + 1, 0)
+        before -= before % kv_layer.shape[3]
+        table_M = block_tables_RM[row, before // kv_layer.shape[3] :]
+        k_HKN, v_HKN = gather_kv(kv_layer, table_M, kv_len - before).float().repeat_interleave(group, dim=1)
+        key_pos = torch.arange(before, kv_len, device=q_THN.device)[None, :]
         visible = key_pos <= query_pos
         if window is not None:
             visible &= key_pos > query_pos - window
         scores = q_THN[first:last].float().transpose(0, 1) @ k_HKN.transpose(1, 2) * scale
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks_H is not None:
+            sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat((scores, sinks_HT1), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : kv_len - before]
         weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
         out_THN[first:last] = (weights @ v_HKN).transpose(0, 1).to(q_THN.dtype)
     return out_THN

@@ -12,7 +12,7 @@ from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
-from shoal.kernels.reference import apply_updates, copy_ints, embed
+from shoal.kernels.reference import apply_updates, copy_ints, embed, gate_output
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
 from shoal.kernels.sampling.bad_words import ban_words
@@ -21,6 +21,7 @@ from shoal.kernels.sampling.min_tokens import ban_stops
 from shoal.kernels.sampling.penalties import penalize
 from shoal.kernels.sampling.split_sample import join_parts, sample_parts
 from shoal.kernels.sampling.token_history import remember_last, set_last, take_rows
+from shoal.kinds.attention import QueryScaling
 
 __all__ = [
     "add_bias",
@@ -34,6 +35,7 @@ __all__ = [
     "copy_ints",
     "embed",
     "gate_mul",
+    "gate_output",
     "join_parts",
     "keep_allowed",
     "keep_bits",
@@ -157,16 +159,39 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     positions_T: torch.Tensor,
     rows_T: torch.Tensor,
     block_tables_RM: torch.Tensor,
     cache: LayerCache,
     keep_k: bool = True,
+    *,
+    stores: bool = True,
+    v_norm: bool = False,
+    query_scaling: QueryScaling | None = None,
 ) -> None:
-    if LIBRARY is None or qkv_TX.dtype != torch.float32:
+    plain = stores and not v_norm and query_scaling is None
+    if (
+        LIBRARY is None
+        or qkv_TX.dtype != torch.float32
+        or not plain
+        or cos_sin is None
+        or cos_sin.shape[1] != cache.blocks.shape[4]
+    ):
         reference.qk_norm_rope_store(
-            qkv_TX, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, cache, keep_k
+            qkv_TX,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions_T,
+            rows_T,
+            block_tables_RM,
+            cache,
+            keep_k,
+            stores=stores,
+            v_norm=v_norm,
+            query_scaling=query_scaling,
         )
         return
     assert (

@@ -92,7 +92,7 @@ class Olmo2Layer(nn.Module):
         residual_TD: torch.Tensor,
         step: StepInput,
         cache: LayerCache,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         select_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes and returns what DecoderLayer.forward does."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.attention import triton as backend_module
+from shoal.attention import hopper_prefill as hopper_module
 from shoal.attention.splits import decode_splits, is_large, prefill_splits
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.triton import TritonBackend
@@ -588,9 +588,9 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
             )
 
     tiles: list[int] = []  # per launch
-    monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
-    monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
-    monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
+    monkeypatch.setattr(hopper_module.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(hopper_module.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(hopper_module, "HOPPER_FROM", 100)
     for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
         case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
         backend = TritonBackend(
@@ -602,7 +602,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
             dtype=torch.float32,
         )
         backend.begin(case.step)
-        assert (backend.work is not None) == (prefills[0][0] != 99)
+        assert (backend.hopper.work is not None) == (prefills[0][0] != 99)
         for window in (None, 10):
             case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
         wanted = np.array([0, case.step.num_tokens - 1])
@@ -612,7 +612,10 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
             backend.attend(case.q, case.k, case.v, case.cache(), step, selected=s) for s in (False, True)
         )
         assert torch.equal(selected[wanted], everything[wanted])
-        assert backend.work is None or tiles[-2:] == [len(backend.work), backend.selected_work]
+        assert backend.hopper.work is None or tiles[-2:] == [
+            len(backend.hopper.work),
+            backend.hopper.selected_work,
+        ]
     assert 0 < tiles[-1] < tiles[-2]
     # decodes alone are wanted: no tile, and no launch
     backend.begin(select(case.step, np.array([0, 1])))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.attention import triton as backend_module
+from shoal.attention import hopper_prefill as hopper_module
 from shoal.attention.cpu import CpuBackend, TorchBackend
 from shoal.attention.triton import TritonBackend
 from shoal.kernels import reference, triton_ops
@@ -219,9 +219,9 @@ def test_large_prefills_go_to_hoppers_kernel_as_plain_blocks(monkeypatch: pytest
             )
 
     launched: list[int] = []
-    monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
-    monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
-    monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
+    monkeypatch.setattr(hopper_module.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(hopper_module.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(hopper_module, "HOPPER_FROM", 100)
     for prefills, blocks in (
         ([(99, 120)], 0),  # too small
         ([(100, 100)], 13),
