@@ -50,7 +50,7 @@ def export_cache(
 ) -> tuple[list[BlockView], list[Any], list[tuple[ExportAddress, ...]]]:
     views = [new_cache(spec, device) for spec in specs]
     transports = Transports([KINDS[name]])
-    exports = [transports.export_cache(view, Reach.PROCESS) for view in views]
+    exports = [transports.export_cache([view], Reach.PROCESS) for view in views]
     if device != "cpu":
         torch.cuda.synchronize(device)
     return views, exports, [one.addresses for one in exports]
@@ -105,7 +105,7 @@ def measure(
     spec = into.spec
     src_ids, dst_ids = (rng.sample(range(spec.num_blocks), num_pulled) for _ in range(2))
     start = time.perf_counter()
-    _, peer = Transports([KINDS[name]]).connect(ranks, into)
+    _, peer = Transports([KINDS[name]]).connect(ranks, [into])
     wait([peer.pull([0], [0], range(spec.num_layers))])
     connecting = time.perf_counter() - start
     print(f"{name}: connected, and one block read, after {connecting * 1e3:.0f} ms", flush=True)

@@ -92,7 +92,7 @@ class Owner:
         if "device" in memory:
             torch.cuda.synchronize(self.views[0].storage.device)
         chosen = [KINDS[name] for name in transports]
-        self.exports: list[Exports] = [Transports(chosen).export_cache(view, reach) for view in self.views]
+        self.exports: list[Exports] = [Transports(chosen).export_cache([view], reach) for view in self.views]
         self.ranks: list[tuple[ExportAddress, ...]] = [exports.addresses for exports in self.exports]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0

@@ -78,7 +78,7 @@ def wait(pull: Pull, timeout_s: float = 60) -> None:
 
 
 def connect(name: str, ranks: Sequence[Sequence[ExportAddress]], into: BlockView):
-    used, peer = Transports([KINDS[name]]).connect(ranks, into)
+    used, peer = Transports([KINDS[name]]).connect(ranks, [into])
     assert used == name
     return peer
 
@@ -179,7 +179,7 @@ def check_garbage_for_an_address_is_refused(name: str, allocate: Allocate) -> No
         for memory in [b"", b"\x90", b"\xc0", *(rng.randbytes(n) for n in (1, 8, 40, 400))]:
             with pytest.raises(TransferError):
                 connect(name, [[replace(address, memory=memory)]], into)
-        larger = replace(address, spec=replace(SPEC, num_blocks=1 << 30))
+        larger = replace(address, specs=(replace(SPEC, num_blocks=1 << 30),))
         with pytest.raises(TransferError):
             peer = connect(name, [[larger]], into)
             wait(peer.pull([SPEC.num_blocks + 4096], [0], range(3)))

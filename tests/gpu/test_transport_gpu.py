@@ -64,7 +64,7 @@ def test_layers_travel_while_later_ones_are_computed(name, source):
     """The owner's steps wait for nothing; a layer is read behind its event, and never before."""
     owner = owner_process().become([BIG], 1, source, [name])
     into = empty(BIG, device_memory)
-    peers = BlockReader(MODEL, Transports([KINDS[name]]), into)
+    peers = BlockReader(MODEL, Transports([KINDS[name]]), [into])
     sealed, blocks = owner.offer(100, 0)
     with Lease(sealed) as lease:
         owner.compute(unseal(sealed).id, blocks, 7)
@@ -111,7 +111,7 @@ def test_memory_that_can_be_given_back_is_refused_with_the_way_out():
         kv = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     view = BlockView.over(SPEC, memory_of(kv))
     with pytest.raises(TransportError, match="enable_sleep_mode"):
-        Transports([KINDS["cuda_ipc"]]).export_cache(view, Reach.HOST)
+        Transports([KINDS["cuda_ipc"]]).export_cache([view], Reach.HOST)
     del view, kv
     regions.close()
 

@@ -40,7 +40,7 @@ def owner_of(name, specs=(SPEC,), **options):
 
 
 def peers_of(name, into):
-    return BlockReader(MODEL, Transports([KINDS[name]]), into)
+    return BlockReader(MODEL, Transports([KINDS[name]]), [into])
 
 
 def release_ended(owner, timeout_s=20):

@@ -59,11 +59,11 @@ class KvLender:
         ConfigError if that address cannot be used."""
         self._blocks, self._block_size = blocks, block_size
         self._layer_events, self._num_ranks = layer_events, len(exports)
-        self._num_layers = exports[0][0].spec.num_layers
+        self._num_layers = exports[0][0].specs[0].num_layers
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
         self._late: list[tuple[bytes, int]] = []
-        self._block_bytes = sum(rank[0].spec.block_bytes for rank in exports)
+        self._block_bytes = sum(rank[0].specs[0].block_bytes for rank in exports)
         self.offers = Offers(b"", exports, blocks.pool.generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
         self._advancer = Advancer(self.offers)

@@ -18,8 +18,7 @@ from shoal.kv.transfer.fetch import IDLE_S, BlockReader, Fetched
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Exports, Transports
 from shoal.kv.transfer.ticket import ExportAddress, TransferError
-from shoal.kv.transfer.transport import Reach, TransportError
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +42,12 @@ class Ended(NamedTuple):
 class RankPeers:
     """Every fetch has a number, which rank 0 chose. `poll` says which have ended."""
 
-    def __init__(self, view: BlockView, device: torch.device) -> None:
-        """`view` is the rank's cache."""
-        self._view, self._device = view, device
+    def __init__(self, views: CacheViews, device: torch.device) -> None:
+        """`views` are the rank's cache, one for each group of layers."""
+        self._views, self._device = views, device
         self._transports = Transports()
         self._exports: Exports | None = None
-        self._peers = BlockReader(b"", self._transports, view)
+        self._peers = BlockReader(b"", self._transports, views)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
         # by the number of each fetch that `poll` has not reported
         self._cancels: dict[int, threading.Event] = {}
@@ -61,7 +60,7 @@ class RankPeers:
         """Opens the cache to other workers within `reach`. Returns the addresses of its exports. Raises
         ConfigError if no transport can do that."""
         try:
-            self._exports = self._transports.export_cache(self._view, Reach(reach))
+            self._exports = self._transports.export_cache(self._views, Reach(reach))
         except TransportError as error:
             raise ConfigError(f"kv_transfer_config: {error}") from None
         return [msgspec.msgpack.encode(address) for address in self._exports.addresses]

@@ -212,7 +212,7 @@ class ModelRunner:
     def open_peers(self) -> None:
         """Makes `peers`, for the cache as it is now."""
         assert self._peers is None
-        self._peers = RankPeers(self.cache.view(), self.device)
+        self._peers = RankPeers([self.cache.view()], self.device)
 
     @property
     def peers(self) -> RankPeers:

@@ -29,11 +29,10 @@ from shoal.kv.transfer.mapped import (
     check_fit,
     decode,
     one_piece,
-    remote_view,
+    remote_views,
 )
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Reach, TransportError
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
 
 
 class _CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -44,13 +43,14 @@ class _CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaIpcExport:
-    def __init__(self, view: BlockView) -> None:
-        if view.storage.kind is not Kind.DEVICE:
+    def __init__(self, views: CacheViews) -> None:
+        storage = views[0].storage
+        if storage.kind is not Kind.DEVICE:
             raise TransportError(
-                f"the cache must be in device memory for CUDA IPC, got {view.storage.kind} memory"
+                f"the cache must be in device memory for CUDA IPC, got {storage.kind} memory"
             )
-        start, _ = one_piece(view)
-        device = view.storage.device.index or 0
+        start, _ = one_piece(views)
+        device = storage.device.index or 0
         try:
             base, _ = allocation_of(device, start)
             handle = export_memory(device, start)
@@ -60,7 +60,8 @@ class CudaIpcExport:
                 "out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
         address = _CudaIpcAddress(boot_id(), _uuid(device), handle, start - base)
-        self.address = ExportAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
+        specs = tuple(view.spec for view in views)
+        self.address = ExportAddress(CudaIpc.name, specs, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
         """Does nothing: the driver can't revoke a handle, so readers may map the memory until it is freed."""
@@ -70,20 +71,20 @@ class CudaIpc:
     name = "cuda_ipc"
     reach = Reach.HOST
 
-    def export(self, view: BlockView) -> CudaIpcExport:
-        return CudaIpcExport(view)
+    def export(self, views: CacheViews) -> CudaIpcExport:
+        return CudaIpcExport(views)
 
-    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> MappedPeer:
-        check_fit([export.spec for export in exports], into.spec)
+    def connect(self, exports: Sequence[ExportAddress], into: CacheViews) -> MappedPeer:
+        check_fit(exports, into)
         addresses = [_decode(export) for export in exports]
         if not torch.cuda.is_available():
             raise TransferError(
                 Failure.UNREACHABLE, "the blocks are on a GPU, and this worker does not have one"
             )
-        on_device = into.storage.kind is Kind.DEVICE
+        on_device = into[0].storage.kind is Kind.DEVICE
         index = torch.cuda.current_device()
-        if on_device and into.storage.device.index is not None:
-            index = into.storage.device.index
+        if on_device and into[0].storage.device.index is not None:
+            index = into[0].storage.device.index
         device = torch.device("cuda", index)
         opened: list[int] = []
         views = []
@@ -94,7 +95,7 @@ class CudaIpc:
                 num_bytes = allocation_of(index, start)[1]
                 is_far = address.gpu != _uuid(index)
                 storage = RemoteMemory(Kind.DEVICE, num_bytes, device, start, is_far)
-                views.append(remote_view(export, storage, address.offset))
+                views.append(remote_views(export, storage, address.offset))
         except DriverError as error:
             close_memory(index, opened)
             raise TransferError(

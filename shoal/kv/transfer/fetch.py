@@ -13,9 +13,8 @@ from itertools import pairwise
 
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Transports
-from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, TransferError
-from shoal.kv.transfer.transport import Peer, Pull
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, Ticket, TransferError
+from shoal.kv.transfer.transport import CacheViews, Peer, Pull
 
 MAX_IDLE_PEERS = 16
 IDLE_S = 60.0  # a connection that was unused for this long is closed
@@ -55,7 +54,11 @@ class BlockReader:
     `now` is a clock in seconds."""
 
     def __init__(
-        self, model: bytes, transports: Transports, into: BlockView, now: Callable[[], float] = time.monotonic
+        self,
+        model: bytes,
+        transports: Transports,
+        into: CacheViews,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self._transports, self._into, self._now = transports, into, now
@@ -130,10 +133,11 @@ class BlockReader:
         dst_ids: Sequence[int],
         patience_s: float,
         is_cancelled: Callable[[], bool],
-    ) -> Iterator[list[tuple[list[int], Sequence[int], range]]]:
+    ) -> Iterator[list[tuple[list[int], Sequence[int], range, int]]]:
         """Yields the parts that can be pulled, as the owner reports them: (the owner's blocks, local blocks,
-        layers). Progress during the earlier pulls is yielded at once. Ends when all blocks were yielded."""
-        blocks, num_layers = lease.ticket.blocks, lease.ticket.spec.num_layers
+        layers, group of layers). Progress during the earlier pulls is yielded at once. Ends when all blocks
+        were yielded."""
+        blocks, num_layers = lease.ticket.blocks, lease.ticket.num_layers
         if positions and positions[-1] >= len(blocks):
             raise ValueError(
                 f"positions must be less than the ticket's {len(blocks)} blocks, got {positions[-1]}"
@@ -148,8 +152,9 @@ class BlockReader:
                     f"{lease.ticket.server} reports more progress than the ticket has blocks",
                 )
             parts = [
-                ([blocks[i] for i in positions[which]], dst_ids[which], layers)
+                part
                 for which, layers in news(positions, seen, current, num_layers)
+                for part in by_group(lease.ticket, positions[which], dst_ids[which], layers)
             ]
             if parts:
                 yield parts
@@ -229,3 +234,17 @@ def news(
         layers = range(seen.layers_of(start, num_layers), current.layers_of(start, num_layers))
         if layers and which.start < which.stop:
             yield which, layers
+
+
+def by_group(
+    ticket: Ticket, positions: Sequence[int], dst_ids: Sequence[int], layers: range
+) -> Iterator[tuple[list[int], Sequence[int], range, int]]:
+    """Yields these blocks of a ticket group by group: (the owner's blocks, local blocks, layers, group). If
+    there are several groups, blocks come with all their layers."""
+    if not ticket.groups:
+        yield [ticket.blocks[i] for i in positions], dst_ids, layers, 0
+        return
+    for group in sorted({ticket.groups[i] for i in positions}):
+        which = [at for at, i in enumerate(positions) if ticket.groups[i] == group]
+        src_ids = [ticket.blocks[positions[at]] for at in which]
+        yield src_ids, [dst_ids[at] for at in which], range(ticket.specs[group].num_layers), group

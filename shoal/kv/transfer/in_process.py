@@ -11,8 +11,7 @@ import msgspec
 
 from shoal.kv.transfer.mapped import MappedPeer, check_fit, decode
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Reach
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.transport import CacheViews, Reach
 
 
 class _InProcessAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -21,11 +20,12 @@ class _InProcessAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InProcessExport:
-    def __init__(self, view: BlockView) -> None:
-        self.view = view
+    def __init__(self, views: CacheViews) -> None:
+        self.views = list(views)
+        self.specs = tuple(view.spec for view in views)
         key = secrets.token_bytes(16)
         memory = msgspec.msgpack.encode(_InProcessAddress(os.getpid(), key))
-        self.address = ExportAddress(InProcess.name, view.spec, memory)
+        self.address = ExportAddress(InProcess.name, self.specs, memory)
         _exports[key] = self
 
     def close(self) -> None:
@@ -42,16 +42,16 @@ class InProcess:
     name = "in_process"
     reach = Reach.PROCESS
 
-    def export(self, view: BlockView) -> InProcessExport:
-        return InProcessExport(view)
+    def export(self, views: CacheViews) -> InProcessExport:
+        return InProcessExport(views)
 
-    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> MappedPeer:
-        check_fit([export.spec for export in exports], into.spec)
+    def connect(self, exports: Sequence[ExportAddress], into: CacheViews) -> MappedPeer:
+        check_fit(exports, into)
         views = []
         for export in exports:
             address = decode(export, _InProcessAddress)
             opened = _exports.get(address.key)
-            if address.pid != os.getpid() or opened is None or opened.view.spec != export.spec:
+            if address.pid != os.getpid() or opened is None or opened.specs != export.specs:
                 raise TransferError(Failure.UNREACHABLE, "the blocks are not in an export of this process")
-            views.append(opened.view)
+            views.append(opened.views)
         return MappedPeer(views, into, lambda: None)

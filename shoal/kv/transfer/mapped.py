@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from shoal.kv.block_map import BlockMap, reachable
 from shoal.kv.copy import CopyStream, copy_blocks
-from shoal.kv.layout import CacheSpec, LayoutError, SharedHeads, shared_heads
+from shoal.kv.layout import LayoutError, SharedHeads, shared_heads
 from shoal.kv.storage import Kind, Storage, StorageError
 from shoal.kv.transfer.ticket import NO_MESSAGE, ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import TransportError
+from shoal.kv.transfer.transport import CacheViews, TransportError
 from shoal.kv.view import BlockView, ViewError
 
 T = TypeVar("T")
@@ -34,26 +34,33 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def one_piece(view: BlockView) -> tuple[int, int]:
-    """Returns the address and the bytes of a contiguous cache, as `BlockView.over` makes it. Raises
-    TransportError for any other."""
-    expected = BlockView.over(
-        view.spec, RemoteMemory(view.storage.kind, view.spec.num_bytes, view.storage.device, 0)
-    )
-    address = int(view.addresses[0])
-    if view.strides != expected.strides or (view.addresses - address != expected.addresses).any():
-        raise TransportError(
-            f"a cache of shape {view.spec.shape} is not contiguous, so others can't read it; "
-            "allocate it as one tensor"
-        )
-    return address, view.spec.num_bytes
+def one_piece(views: CacheViews) -> tuple[int, int]:
+    """Returns the address and the bytes of a contiguous cache, as `BlockView.over` makes it for each group of
+    layers. Raises TransportError for any other."""
+    address, num_bytes = int(views[0].addresses[0]), views[0].spec.num_bytes
+    for view in views:
+        memory = RemoteMemory(view.storage.kind, num_bytes, view.storage.device, 0)
+        expected = BlockView.over(view.spec, memory)
+        if view.strides != expected.strides or (view.addresses - address != expected.addresses).any():
+            raise TransportError(
+                f"a cache of shape {view.spec.shape} is not contiguous, so others can't read it; "
+                "allocate it as one tensor"
+            )
+    return address, num_bytes
 
 
-def check_fit(specs: Sequence[CacheSpec], into: CacheSpec) -> list[SharedHeads]:
-    """Returns which rank has which heads of `into`. Raises TransferError unless these ranks' blocks
-    can become blocks of `into`."""
+def check_fit(exports: Sequence[ExportAddress], into: CacheViews) -> list[list[SharedHeads]]:
+    """Returns for each group of layers which rank has which heads of `into`. Raises TransferError unless the
+    blocks of these ranks, an export of each, can become blocks of `into`."""
+    num_groups = len(exports[0].specs)
     try:
-        return shared_heads(specs, [into])
+        if num_groups != len(into):
+            raise LayoutError(
+                f"these blocks do not go together: groups of layers are {num_groups} on one side and "
+                f"{len(into)} on the other"
+            )
+        by_group = zip(*(export.specs for export in exports), strict=True)
+        return [shared_heads(specs, [view.spec]) for specs, view in zip(by_group, into)]
     except LayoutError as error:
         raise TransferError(
             Failure.INCOMPATIBLE,
@@ -94,14 +101,15 @@ class RemoteMemory(Storage):
     def _free(self) -> None: ...
 
 
-def remote_view(export: ExportAddress, memory: RemoteMemory, offset: int) -> BlockView:
+def remote_views(export: ExportAddress, memory: RemoteMemory, offset: int) -> list[BlockView]:
     """Returns the cache of an export, at an offset in this memory. Raises TransferError if it does not fit:
     the address comes from another process and is not trusted."""
     try:
-        return BlockView.over(export.spec, memory, offset)
+        return [BlockView.over(spec, memory, offset) for spec in export.specs]
     except ViewError as error:
+        num_bytes = max(spec.num_bytes for spec in export.specs)
         raise TransferError(
-            Failure.INCOMPATIBLE, f"a cache of {export.spec.num_bytes} bytes does not fit there: {error}"
+            Failure.INCOMPATIBLE, f"a cache of {num_bytes} bytes does not fit there: {error}"
         ) from None
 
 
@@ -130,37 +138,41 @@ class CopyPull:
 
 
 class MappedPeer:
-    """Copies out of `views`, one for each rank of the owner. `release` unmaps their memory."""
+    """Copies out of `views`, one cache for each rank of the owner. `release` unmaps their memory."""
 
-    def __init__(self, views: Sequence[BlockView], into: BlockView, release: Callable[[], None]) -> None:
-        self._views, self._into, self._release = list(views), into, release
-        self._map = BlockMap(self._views, into) if reachable(self._views, [into]) else None
-        devices = self._map.devices if self._map is not None else []
+    def __init__(self, views: Sequence[CacheViews], into: CacheViews, release: Callable[[], None]) -> None:
+        self._views, self._into, self._release = [list(group) for group in zip(*views)], list(into), release
+        self._maps = None
+        if reachable(self._views[0], into):
+            self._maps = [BlockMap(group, view) for group, view in zip(self._views, into)]
+        devices = self._maps[0].devices if self._maps is not None else []
         self._device = devices[0] if devices else torch.device("cpu")
         self._streams = [torch.cuda.Stream(self._device) for _ in range(NUM_STREAMS)] if devices else [None]
 
-    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> CopyPull:
-        num_bytes = len(dst_ids) * len(layers) * self._into.spec.block_layer_bytes
-        if self._map is None:  # from plain memory to a device: by way of pinned memory, done when it returns
+    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range, group: int = 0) -> CopyPull:
+        into = self._into[group]
+        num_bytes = len(dst_ids) * len(layers) * into.spec.block_layer_bytes
+        if self._maps is None:  # from plain memory to a device: by way of pinned memory, done when it returns
             copy_blocks(
-                [some_layers(view, layers) for view in self._views],
+                [some_layers(view, layers) for view in self._views[group]],
                 src_ids,
-                some_layers(self._into, layers),
+                some_layers(into, layers),
                 dst_ids,
             )
             return CopyPull(num_bytes, [])
-        if len(layers) < self._map.num_layers:
-            copy = CopyStream(self._device, self._streams[0]).stage(self._map, src_ids, dst_ids)
+        block_map = self._maps[group]
+        if len(layers) < block_map.num_layers:
+            copy = CopyStream(self._device, self._streams[0]).stage(block_map, src_ids, dst_ids)
             for layer in layers:
                 copy.trigger_layer(layer)
             events = [copy.event(layers[-1])] if layers else []
         else:
-            self._map.check_ids(src_ids, dst_ids)  # before anything is queued
+            block_map.check_ids(src_ids, dst_ids)  # before anything is queued
             events = []
             try:
                 for i, stream in enumerate(self._streams):
                     share = slice(i, None, len(self._streams))
-                    copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
+                    copy = CopyStream(self._device, stream).stage(block_map, src_ids[share], dst_ids[share])
                     events.append(copy.trigger_all_layers())
             except BaseException:  # The caller releases the blocks, and nothing else waits for these copies.
                 for event in events:
@@ -170,6 +182,6 @@ class MappedPeer:
         return CopyPull(num_bytes, [event for event in events if event is not None])
 
     def close(self) -> None:
-        self._views, self._map = [], None
+        self._views, self._maps = [], None
         release, self._release = self._release, lambda: None
         release()

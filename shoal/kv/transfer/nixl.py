@@ -22,7 +22,7 @@ from shoal.kv.storage import Kind
 from shoal.kv.transfer.mapped import RemoteMemory, check_fit, decode, one_piece
 from shoal.kv.transfer.nixl_agents import MISSING, NixlAgents, descriptors, in_context
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Reach, TransportError
+from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
 from shoal.kv.view import BlockView
 
 # Each export of a peer gets a range of made-up addresses of its own, as exports of two processes may lie at
@@ -43,11 +43,12 @@ class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 class _Registered:
     """A contiguous cache, registered with an agent."""
 
-    def __init__(self, agent: Any, view: BlockView) -> None:
-        self.address, self.num_bytes = one_piece(view)
-        on_device = view.storage.kind is Kind.DEVICE
+    def __init__(self, agent: Any, views: CacheViews) -> None:
+        self.address, self.num_bytes = one_piece(views)
+        storage = views[0].storage
+        on_device = storage.kind is Kind.DEVICE
         self.segment = "VRAM" if on_device else "DRAM"
-        self.device = view.storage.device.index or 0 if on_device else 0
+        self.device = storage.device.index or 0 if on_device else 0
         self.context = functools.partial(in_context, self.segment, self.device)
         with self.context():
             descriptor = (self.address, self.num_bytes, self.device, "")
@@ -57,22 +58,23 @@ class _Registered:
 class NixlExport:
     """An export with an agent of its own, so that closing it revokes all access by its address."""
 
-    def __init__(self, nixl: NixlAgents, view: BlockView) -> None:
+    def __init__(self, nixl: NixlAgents, views: CacheViews) -> None:
         self._nixl = nixl
-        one_piece(view)
+        one_piece(views)
         with nixl.lock:
             try:
                 name, self._agent = nixl.new_agent()
-                self._memory = _Registered(self._agent, view)
+                self._memory = _Registered(self._agent, views)
                 metadata = self._agent.get_agent_metadata()
             except nixl.errors as error:
                 raise TransportError(
-                    f"NIXL can't register a cache in {view.storage.kind} memory: {error}; is its UCX built "
-                    "for it?"
+                    f"NIXL can't register a cache in {views[0].storage.kind} memory: {error}; is its UCX "
+                    "built for it?"
                 ) from None
         memory = self._memory
         address = _NixlAddress(name, metadata, memory.segment, memory.address, memory.device)
-        self.address = ExportAddress(Nixl.name, view.spec, msgspec.msgpack.encode(address))
+        specs = tuple(view.spec for view in views)
+        self.address = ExportAddress(Nixl.name, specs, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
         if self._agent is not None:
@@ -120,20 +122,21 @@ class NixlPull:
 class NixlPeer:
     """A peer with an agent of its own, because UCX stops writing for certain only when the agent ends."""
 
-    def __init__(self, nixl: NixlAgents, exports: Sequence[ExportAddress], into: BlockView) -> None:
-        if into.storage.kind is Kind.DIRECT:
+    def __init__(self, nixl: NixlAgents, exports: Sequence[ExportAddress], into: CacheViews) -> None:
+        if into[0].storage.kind is Kind.DIRECT:
             raise TransferError(
                 Failure.UNREACHABLE, "NIXL reads into memory, and this cache is a direct-I/O file"
             )
-        self._shares = check_fit([export.spec for export in exports], into.spec)
-        self.nixl, self._into = nixl, into
+        self._shares = check_fit(exports, into)
+        self.nixl, self._into = nixl, list(into)
         self._pulls: weakref.WeakSet[NixlPull] = weakref.WeakSet()
         self._addresses = [_decode(export) for export in exports]
-        self._views = []
+        self._views: list[list[BlockView]] = [[] for _ in into]  # by group of layers
         for number, export in enumerate(exports):
             base = number + 1 << RANGE_BITS
-            storage = RemoteMemory(Kind.HOST, export.spec.num_bytes, into.storage.device, base)
-            self._views.append(BlockView.over(export.spec, storage))
+            for of_group, spec in zip(self._views, export.specs):
+                storage = RemoteMemory(Kind.HOST, spec.num_bytes, into[0].storage.device, base)
+                of_group.append(BlockView.over(spec, storage))
         with nixl.lock:
             try:
                 _, self.agent = nixl.new_agent()
@@ -145,14 +148,15 @@ class NixlPeer:
                     Failure.UNREACHABLE, f"NIXL can't reach the owner of the blocks: {error}"
                 ) from None
 
-    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> NixlPull:
-        from_ids, to_ids = check_ids(src_ids, self._views, dst_ids, [self._into])
-        pull = NixlPull(self, len(to_ids) * len(layers) * self._into.spec.block_layer_bytes)
+    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range, group: int = 0) -> NixlPull:
+        views, into = self._views[group], self._into[group]
+        from_ids, to_ids = check_ids(src_ids, views, dst_ids, [into])
+        pull = NixlPull(self, len(to_ids) * len(layers) * into.spec.block_layer_bytes)
         if not len(layers) or not len(to_ids):
             return pull
         with self.nixl.lock:
             self._pulls.add(pull)
-        for pieces in pieces_between(self._views, [self._into], self._shares, layers):
+        for pieces in pieces_between(views, [into], self._shares[group], layers):
             sources, targets = runs(pieces, from_ids, to_ids)
             exports = sources >> RANGE_BITS
             for number, address in enumerate(self._addresses):
@@ -208,14 +212,14 @@ class Nixl:
     def __init__(self) -> None:
         self._nixl = NixlAgents()
 
-    def export(self, view: BlockView) -> NixlExport:
+    def export(self, views: CacheViews) -> NixlExport:
         try:
             self._nixl.load()
         except ImportError as error:
             raise TransportError(f"{MISSING} ({error})") from None
-        return NixlExport(self._nixl, view)
+        return NixlExport(self._nixl, views)
 
-    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> NixlPeer:
+    def connect(self, exports: Sequence[ExportAddress], into: CacheViews) -> NixlPeer:
         try:
             self._nixl.load()
         except ImportError as error:
@@ -227,8 +231,9 @@ def _decode(export: ExportAddress) -> _NixlAddress:
     address = decode(export, _NixlAddress)
     if not (0 <= address.address < 1 << 62 and 0 <= address.device < 1 << 16):
         raise TransferError(Failure.DAMAGED, f"not an address of NIXL: {address.address}")
-    if address.segment not in ("DRAM", "VRAM") or export.spec.num_bytes >= 1 << RANGE_BITS:
+    num_bytes = max(spec.num_bytes for spec in export.specs)
+    if address.segment not in ("DRAM", "VRAM") or num_bytes >= 1 << RANGE_BITS:
         raise TransferError(
-            Failure.DAMAGED, f"not an address of NIXL: {export.spec.num_bytes} bytes of {address.segment}"
+            Failure.DAMAGED, f"not an address of NIXL: {num_bytes} bytes of {address.segment}"
         )
     return address

@@ -83,9 +83,12 @@ class Offers:
 
     # The owner's calls
 
-    def offer(self, blocks: Sequence[int], whole: int = 0, keys: Sequence[bytes] = ()) -> bytes:
+    def offer(
+        self, blocks: Sequence[int], whole: int = 0, keys: Sequence[bytes] = (), groups: Sequence[int] = ()
+    ) -> bytes:
         """Returns a sealed ticket for these blocks; the first `whole` have all their bytes already. They
-        are in the order of a sequence, with the keys of their content, and the caller holds them."""
+        are in the order of a sequence, with the keys of their content, and the caller holds them. `groups`:
+        each block's group of layers, where there are several."""
         offered = tuple(blocks)
         ticket = Ticket(
             id=secrets.token_bytes(ID_BYTES),
@@ -95,6 +98,7 @@ class Offers:
             blocks=offered,
             generations=tuple(map(self._generation_of, offered)),
             keys=tuple(keys),
+            groups=tuple(groups),
             ranks=self.ranks,
         )
         sealed = seal(ticket)
@@ -102,7 +106,7 @@ class Offers:
             self._offers[ticket.id] = _Offer(
                 offered,
                 ticket.generations,
-                ticket.spec.num_layers,
+                ticket.num_layers,
                 digest_of(sealed),
                 self._now() + self.lease_s,
                 Progress(whole, whole, 0),

@@ -13,8 +13,7 @@ from shoal.kv.transfer.mapped import check_fit
 from shoal.kv.transfer.nixl import Nixl
 from shoal.kv.transfer.shared_memory import SharedMemory
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Export, Peer, Reach, Transport, TransportError
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.transport import CacheViews, Export, Peer, Reach, Transport, TransportError
 
 WHERE = {Reach.PROCESS: "in this process", Reach.HOST: "on this host", Reach.NETWORK: "on other hosts"}
 TRANSPORTS: tuple[Callable[[], Transport], ...] = (InProcess, CudaIpc, SharedMemory, Nixl)
@@ -40,7 +39,7 @@ class Transports:
     def __init__(self, kinds: Sequence[Callable[[], Transport]] = TRANSPORTS) -> None:
         self._transports = [make() for make in kinds]
 
-    def export_cache(self, view: BlockView, reach: Reach = Reach.HOST) -> Exports:
+    def export_cache(self, views: CacheViews, reach: Reach = Reach.HOST) -> Exports:
         """Exports a cache by each transport that can read it. Raises TransportError, with each transport's
         reason, unless one of them reaches as far as `reach`."""
         exports: list[Export] = []
@@ -48,7 +47,7 @@ class Transports:
         reached = 0
         for transport in self._transports:
             try:
-                exports.append(transport.export(view))
+                exports.append(transport.export(views))
                 reached = max(reached, transport.reach)
             except TransportError as error:
                 reasons[transport.name] = str(error)
@@ -59,7 +58,7 @@ class Transports:
             raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {causes}")
         return Exports(exports, reasons)
 
-    def connect(self, ranks: Sequence[Sequence[ExportAddress]], into: BlockView) -> tuple[str, Peer]:
+    def connect(self, ranks: Sequence[Sequence[ExportAddress]], into: CacheViews) -> tuple[str, Peer]:
         """Connects a cache here to the ranks of another worker that have its heads, by the first transport
         that leads there; returns the transport's name, too. Raises TransferError: INCOMPATIBLE, or
         UNREACHABLE with each transport's reason."""
@@ -84,8 +83,8 @@ class Transports:
 
 
 def _with_heads_of(
-    ranks: Sequence[Sequence[ExportAddress]], into: BlockView
+    ranks: Sequence[Sequence[ExportAddress]], into: CacheViews
 ) -> list[Sequence[ExportAddress]]:
     """Returns the ranks whose heads a cache needs."""
-    shares = check_fit([rank[0].spec for rank in ranks], into.spec)
-    return [ranks[rank] for rank in sorted({share.src_rank for share in shares})]
+    shares = check_fit([rank[0] for rank in ranks], into)
+    return [ranks[rank] for rank in sorted({share.src_rank for group in shares for share in group})]

@@ -26,11 +26,10 @@ from shoal.kv.transfer.mapped import (
     check_fit,
     decode,
     one_piece,
-    remote_view,
+    remote_views,
 )
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Reach, TransportError
-from shoal.kv.view import BlockView
+from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
 
 
 class _SharedMemoryAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -43,20 +42,22 @@ class _SharedMemoryAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedMemoryExport:
-    def __init__(self, view: BlockView) -> None:
-        start, _ = one_piece(view)
-        shared = view.storage.shared
+    def __init__(self, views: CacheViews) -> None:
+        start, _ = one_piece(views)
+        storage = views[0].storage
+        shared = storage.shared
         if shared is None:
             raise TransportError(
-                f"a cache in {view.storage.kind} memory can't be mapped by other processes; on a CPU "
+                f"a cache in {storage.kind} memory can't be mapped by other processes; on a CPU "
                 "allocate it with shared_memory()"
             )
         self._shared = shared
         self._key = key = secrets.token_bytes(KEY_BYTES)
         shared.write_key(key)
-        offset = start - view.storage.address
+        offset = start - storage.address
         memory = _SharedMemoryAddress(boot_id(), os.getpid(), shared.fd, offset, shared.key_offset, key)
-        self.address = ExportAddress(SharedMemory.name, view.spec, msgspec.msgpack.encode(memory))
+        specs = tuple(view.spec for view in views)
+        self.address = ExportAddress(SharedMemory.name, specs, msgspec.msgpack.encode(memory))
 
     def close(self) -> None:
         if self._shared.read_key() == self._key:  # and no later export's
@@ -67,11 +68,11 @@ class SharedMemory:
     name = "shared_memory"
     reach = Reach.HOST
 
-    def export(self, view: BlockView) -> SharedMemoryExport:
-        return SharedMemoryExport(view)
+    def export(self, views: CacheViews) -> SharedMemoryExport:
+        return SharedMemoryExport(views)
 
-    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> MappedPeer:
-        check_fit([export.spec for export in exports], into.spec)
+    def connect(self, exports: Sequence[ExportAddress], into: CacheViews) -> MappedPeer:
+        check_fit(exports, into)
         maps: list[mmap.mmap] = []
         views = []
         for export in exports:
@@ -79,7 +80,7 @@ class SharedMemory:
             maps.append(memory)
             start = np.frombuffer(memory, np.uint8).ctypes.data
             storage = RemoteMemory(Kind.HOST, address.key_offset, torch.device("cpu"), start)
-            views.append(remote_view(export, storage, address.offset))
+            views.append(remote_views(export, storage, address.offset))
         return MappedPeer(views, into, maps.clear)  # a map without users unmaps itself
 
 

@@ -18,10 +18,11 @@ from shoal.errors import ShoalError
 from shoal.hashing import KEY_SIZE
 from shoal.kv.layout import CacheSpec
 
-VERSION = 1
+VERSION = 2
 ID_BYTES = 16
 DIGEST_BYTES = 16
 MAX_BLOCKS = 1 << 18  # per ticket: four million tokens in blocks of 16
+MAX_GROUPS = 255  # of layers
 MAX_TICKET_BYTES = 8 << 20
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
 
@@ -57,13 +58,15 @@ class ExportAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The location of one rank's readable cache, and the transport that reads it."""
 
     transport: Annotated[str, Meta(max_length=32)]
-    spec: CacheSpec
+    # what a block is for each group of layers (kv/groups.py); all of them lie in the same memory
+    specs: Annotated[tuple[CacheSpec, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     memory: Annotated[bytes, Meta(max_length=64 << 10)]  # the transport's own address of the memory
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Computed part of a ticket's blocks, in the ticket's order: the first `whole` blocks have all layers,
-    and the next ones up to `blocks` have their first `layers` layers."""
+    and the next ones up to `blocks` have their first `layers` layers. Blocks of a cache with several groups
+    of layers are reported whole."""
 
     whole: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
@@ -96,16 +99,30 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The key of each block (hashing.py), so that a reader can't use a block of another prompt. Empty where
     # the reader knows the blocks' content by other means.
     keys: Annotated[tuple[Annotated[bytes, Meta(max_length=KEY_SIZE)], ...], Meta(max_length=MAX_BLOCKS)] = ()
+    # The group of layers of each block. Empty where there is one group.
+    groups: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], ...], Meta(max_length=MAX_BLOCKS)] = ()
     version: int = VERSION
 
     @property
-    def spec(self) -> CacheSpec:
-        """The cache of the first rank."""
-        return self.ranks[0][0].spec
+    def specs(self) -> tuple[CacheSpec, ...]:
+        """The cache of the first rank, for each group of layers."""
+        return self.ranks[0][0].specs
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a block, as Progress counts them: blocks of several groups are reported whole."""
+        return self.specs[0].num_layers if len(self.specs) == 1 else 1
+
+
+class _Versioned(msgspec.Struct):
+    """Reads a ticket's version alone."""
+
+    version: int
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+_version_decoder = msgspec.msgpack.Decoder(_Versioned)
 
 
 def seal(ticket: Ticket) -> bytes:
@@ -121,6 +138,13 @@ def unseal(sealed: bytes) -> Ticket:
     if len(sealed) > MAX_TICKET_BYTES or _digest(body) != sealed[:DIGEST_BYTES]:
         raise TransferError(Failure.DAMAGED, f"the KV ticket of {len(sealed)} bytes is damaged or incomplete")
     try:
+        version = _version_decoder.decode(body).version
+        if version != VERSION:
+            raise TransferError(
+                Failure.DAMAGED,
+                f"invalid KV ticket: its version is {version}, and this worker knows {VERSION}; run equal "
+                "versions of Shoal",
+            )
         ticket = _decoder.decode(body)
     except NO_MESSAGE as error:
         raise TransferError(Failure.DAMAGED, f"invalid KV ticket: {error}") from None
@@ -140,27 +164,35 @@ def _digest(body: bytes) -> bytes:
 
 def _flaw(ticket: Ticket) -> str | None:
     """Returns what is wrong with a ticket whose fields have the right types; None: it is valid."""
-    if ticket.version != VERSION:
-        return (
-            f"its version is {ticket.version}, and this worker knows {VERSION}; run equal versions of Shoal"
-        )
     if not ticket.blocks or len(set(ticket.blocks)) < len(ticket.blocks):
         return "it has no block, or one of them twice"
     if len(ticket.blocks) != len(ticket.generations):
         return f"{len(ticket.blocks)} blocks have {len(ticket.generations)} generation numbers"
     if ticket.keys and len(ticket.keys) != len(ticket.blocks):
         return f"{len(ticket.blocks)} blocks have {len(ticket.keys)} keys"
-    last = max(ticket.blocks)
+    num_groups = len(ticket.specs)
+    if num_groups > 1 and len(ticket.groups) != len(ticket.blocks):
+        return f"{len(ticket.blocks)} blocks of {num_groups} groups have {len(ticket.groups)} group numbers"
+    if ticket.groups and max(ticket.groups) >= num_groups:
+        return f"it contains a block of group {max(ticket.groups)} of a cache of {num_groups} groups"
     for rank, addresses in enumerate(ticket.ranks):
         for address in addresses:
-            spec = address.spec
-            if (spec.tp_rank, spec.tp_size) != (rank, len(ticket.ranks)):
+            if len(address.specs) != num_groups:
                 return (
-                    f"rank {rank} of {len(ticket.ranks)} has the spec of rank {spec.tp_rank} of "
-                    f"{spec.tp_size}"
+                    f"its ranks differ: one has {len(address.specs)} groups of layers, another {num_groups}"
                 )
-            if reason := ticket.spec.mismatch(spec):
-                return f"its ranks differ: {reason}"
-            if last >= spec.num_blocks:
-                return f"it contains block {last} of a cache of {spec.num_blocks} blocks"
+            for spec, first in zip(address.specs, ticket.specs):
+                if reason := _flaw_of_rank(ticket, rank, spec, first):
+                    return reason
+    return None
+
+
+def _flaw_of_rank(ticket: Ticket, rank: int, spec: CacheSpec, first: CacheSpec) -> str | None:
+    """`first`: the same group's spec on the first rank."""
+    if (spec.tp_rank, spec.tp_size) != (rank, len(ticket.ranks)):
+        return f"rank {rank} of {len(ticket.ranks)} has the spec of rank {spec.tp_rank} of {spec.tp_size}"
+    if reason := first.mismatch(spec):
+        return f"its ranks differ: {reason}"
+    if (last := max(ticket.blocks)) >= spec.num_blocks:
+        return f"it contains block {last} of a cache of {spec.num_blocks} blocks"
     return None

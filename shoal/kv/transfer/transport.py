@@ -15,6 +15,8 @@ from shoal.errors import UserError
 from shoal.kv.transfer.ticket import ExportAddress
 from shoal.kv.view import BlockView
 
+CacheViews = Sequence[BlockView]  # one cache: a view of the same memory for each group of layers
+
 
 class TransportError(UserError):
     """This memory can't be exported: it is of the wrong kind, or a package is missing."""
@@ -59,10 +61,10 @@ class Pull(Protocol):
 class Peer(Protocol):
     """The exports of another worker's ranks, connected to one cache here. Thread-safe, but for `close`."""
 
-    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> Pull:
-        """Begins to read these layers of the other worker's blocks `src_ids` into the blocks `dst_ids` here,
-        pairwise: the heads that this rank has. What was there before is lost. Raises BlockCopyError for ids
-        that can't be, and TransferError."""
+    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range, group: int = 0) -> Pull:
+        """Begins to read these layers of the other worker's blocks `src_ids`, which belong to one group of
+        layers, into the blocks `dst_ids` here, pairwise: the heads that this rank has. What was there before
+        is lost. Raises BlockCopyError for ids that can't be, and TransferError."""
         ...
 
     def close(self) -> None:
@@ -76,12 +78,12 @@ class Transport(Protocol):
     name: str
     reach: Reach
 
-    def export(self, view: BlockView) -> Export:
+    def export(self, views: CacheViews) -> Export:
         """Exports a cache. Raises TransportError, with the way out, if this transport can't read its
         memory."""
         ...
 
-    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> Peer:
+    def connect(self, exports: Sequence[ExportAddress], into: CacheViews) -> Peer:
         """`exports` are addresses of this transport, one for each of the owner's ranks that has heads of
         `into`. Raises TransferError, UNREACHABLE if this transport does not reach the owner, and
         TransportError if it can't write into `into`."""

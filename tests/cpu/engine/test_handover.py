@@ -292,7 +292,7 @@ def flipped(ticket):
 def forged(ticket):
     """A well-formed ticket with other blocks than the owner's."""
     known = unseal(ticket)
-    blocks = tuple((block + 1) % known.spec.num_blocks for block in known.blocks)
+    blocks = tuple((block + 1) % known.specs[0].num_blocks for block in known.blocks)
     return seal(msgspec.structs.replace(known, blocks=blocks))
 
 

@@ -53,8 +53,8 @@ class Pulls:
     def __init__(self, monkeypatch):
         self.seen, pull = [], MappedPeer.pull
 
-        def watched(peer, src_ids, dst_ids, layers):
-            pulled = pull(peer, src_ids, dst_ids, layers)
+        def watched(peer, src_ids, dst_ids, layers, group):
+            pulled = pull(peer, src_ids, dst_ids, layers, group)
             self.seen += [(layer, len(src_ids)) for layer in layers]
             return pulled
 

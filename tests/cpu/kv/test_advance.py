@@ -26,7 +26,7 @@ class Event(threading.Event):
 
 @pytest.fixture
 def offers():
-    return Offers(b"m", [[ExportAddress("in_process", SPEC, b"")]], lambda block: 0, time.monotonic)
+    return Offers(b"m", [[ExportAddress("in_process", (SPEC,), b"")]], lambda block: 0, time.monotonic)
 
 
 def test_a_layer_is_reported_when_its_event_has_completed(offers):

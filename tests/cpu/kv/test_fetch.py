@@ -38,7 +38,7 @@ def into():
 
 @pytest.fixture
 def peers(into):
-    made = BlockReader(MODEL, Transports([InProcess]), into)
+    made = BlockReader(MODEL, Transports([InProcess]), [into])
     yield made
     made.close()
     made.close()
@@ -149,7 +149,7 @@ def test_a_read_that_cannot_begin_ends_those_that_began_with_it(owner, into):
         begun.append(Begun())
         return begun[0]
 
-    peers = BlockReader(MODEL, Transports([Cut]), into)
+    peers = BlockReader(MODEL, Transports([Cut]), [into])
     sealed, _ = owner.offer(4, 2)
     with Lease(sealed) as lease, pytest.raises(TransferError, match="broke"):
         lease.progress = Progress(2, 4, 1)  # two blocks have all layers, and two others the first
@@ -160,7 +160,7 @@ def test_a_read_that_cannot_begin_ends_those_that_began_with_it(owner, into):
 
 def test_an_owner_that_computes_nothing_is_given_up(owner, into):
     now = [0.0]
-    peers = BlockReader(MODEL, Transports([InProcess]), into, lambda: now[0])
+    peers = BlockReader(MODEL, Transports([InProcess]), [into], lambda: now[0])
     sealed, _ = owner.offer(4, 2)
 
     def later():
@@ -196,7 +196,7 @@ def test_more_than_can_be_is_nonsense(owner, peers, progress):
 
 def test_blocks_of_another_model_are_refused(owner, into):
     """Blocks of other weights may have the same layout."""
-    peers = BlockReader(b"other weights", Transports([InProcess]), into)
+    peers = BlockReader(b"other weights", Transports([InProcess]), [into])
     with Lease(owner.offer(1, 1)[0]) as lease, pytest.raises(TransferError, match="other weights") as caught:
         peers.fetch(lease, [0], [0])
     assert caught.value.failure is Failure.INCOMPATIBLE
@@ -222,7 +222,7 @@ def test_connections_are_kept_and_closed_when_nobody_uses_them(into, monkeypatch
             peer.close = lambda: (closed.append(peer), close())
             return peer
 
-    peers = BlockReader(MODEL, Transports([Counted]), into, lambda: now[0])
+    peers = BlockReader(MODEL, Transports([Counted]), [into], lambda: now[0])
     owners = [Owner([SPEC], seed, "host", ["in_process"]) for seed in range(3)]
 
     def fetch_from(owner):
@@ -250,18 +250,18 @@ def test_the_first_transport_that_leads_there_is_taken(into):
     owner = Owner([SPEC], 1, "shared", ["in_process", "shared_memory"])
     assert [address.transport for address in owner.ranks[0]] == ["in_process", "shared_memory"]
     transports = Transports([InProcess, KINDS["shared_memory"]])
-    assert transports.connect(owner.ranks, into)[0] == "in_process"
+    assert transports.connect(owner.ranks, [into])[0] == "in_process"
     [exports] = owner.exports
     exports._exports[0].close()
-    name, peer = transports.connect(owner.ranks, into)
+    name, peer = transports.connect(owner.ranks, [into])
     assert name == "shared_memory"
     peer.close()
     exports.close()
     with pytest.raises(TransferError, match="shared_memory: the export of the blocks was closed") as caught:
-        transports.connect(owner.ranks, into)
+        transports.connect(owner.ranks, [into])
     assert caught.value.failure is Failure.UNREACHABLE and "in_process: " in str(caught.value)
     with pytest.raises(TransferError, match="nixl: the owner has no such export"):
-        Transports([KINDS["nixl"]]).connect(owner.ranks, into)
+        Transports([KINDS["nixl"]]).connect(owner.ranks, [into])
     owner.close()
 
 
@@ -271,8 +271,8 @@ def test_a_cache_that_no_transport_can_read_is_refused_at_the_start():
     with pytest.raises(
         TransportError, match=r"on this host .*shared_memory: .*allocate it with shared_memory"
     ):
-        transports.export_cache(view)
-    assert transports.export_cache(view, Reach.PROCESS).addresses[0].transport == "in_process"
+        transports.export_cache([view])
+    assert transports.export_cache([view], Reach.PROCESS).addresses[0].transport == "in_process"
 
 
 def test_without_nixl_other_hosts_are_refused_with_the_way_out(monkeypatch):
@@ -281,8 +281,8 @@ def test_without_nixl_other_hosts_are_refused_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     view = BlockView.over(SPEC, shared_memory(SPEC.num_bytes))
     with pytest.raises(TransportError, match=r"on other hosts .*pip install 'shoal\[nixl\]'"):
-        Transports().export_cache(view, Reach.NETWORK)
-    exports = Transports().export_cache(view)
+        Transports().export_cache([view], Reach.NETWORK)
+    exports = Transports().export_cache([view])
     assert [address.transport for address in exports.addresses] == ["in_process", "shared_memory"]
     assert "pip install" in exports.reasons["nixl"]
     exports.close()

@@ -35,7 +35,7 @@ class Owner:
     def __init__(self, lease_s=30.0):
         self.now = 0.0
         self.pool = BlockPool(32)
-        ranks = [[ExportAddress("in_process", SPEC, b"")]]
+        ranks = [[ExportAddress("in_process", (SPEC,), b"")]]
         self.offers = Offers(b"m", ranks, self.pool.generation, lambda: self.now, lease_s)
         self.server = OfferServer(self.offers)
 
@@ -140,8 +140,8 @@ def test_forged_and_unknown_tickets_are_refused(owner):
         dict(blocks=(9, *ticket.blocks[1:])),
         dict(generations=(7, *ticket.generations[1:])),
         dict(lease_s=1e9),
-        dict(ranks=((ExportAddress("nixl", SPEC, b"metadata of another"),),)),
-        dict(ranks=((ExportAddress("in_process", replace(SPEC, num_blocks=99), b""),),)),
+        dict(ranks=((ExportAddress("nixl", (SPEC,), b"metadata of another"),),)),
+        dict(ranks=((ExportAddress("in_process", (replace(SPEC, num_blocks=99),), b""),),)),
     ):
         assert failure(Lease, seal(replace(ticket, **change))) is Failure.FORGED
     assert failure(Lease, seal(replace(ticket, id=bytes(16)))) is Failure.UNKNOWN

@@ -10,7 +10,7 @@ from shoal.kv.transfer.offers import Offers
 from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, TransferError, digest_of, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
-RANKS = [[ExportAddress("in_process", SPEC, b"")]]
+RANKS = [[ExportAddress("in_process", (SPEC,), b"")]]
 
 
 class Owner:
@@ -42,7 +42,7 @@ def test_a_ticket_says_all_that_a_reader_needs():
     owner.offers.server = "127.0.0.1:9"
     sealed, _, blocks = owner.offer(3)
     ticket = unseal(sealed)
-    assert list(ticket.blocks) == blocks and ticket.spec == SPEC and ticket.server == "127.0.0.1:9"
+    assert list(ticket.blocks) == blocks and ticket.specs == (SPEC,) and ticket.server == "127.0.0.1:9"
     assert list(ticket.generations) == [owner.pool.generation(block) for block in blocks]
     assert ticket.id != unseal(owner.offer(3)[0]).id
 
