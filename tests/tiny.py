@@ -153,9 +153,17 @@ def write_changed(folder: Path, target: Path) -> Path:
 
 @functools.lru_cache(maxsize=4)
 def _oracle(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+    found = model_class(transformers.AutoConfig.from_pretrained(folder))
+    return found.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+
+
+def model_class(config: transformers.PreTrainedConfig) -> Any:
+    """...ForConditionalGeneration where the config nests a text model, else ...ForCausalLM."""
+    nests = hasattr(config, "text_config")
+    auto = transformers.AutoModelForImageTextToText if nests else transformers.AutoModelForCausalLM
+    return auto._model_mapping[type(config)]
 
 
 @torch.no_grad()

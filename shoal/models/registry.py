@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from shoal.models.architecture import Architecture
-from shoal.models.families import granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe
+from shoal.models.families import (
+    granite,
+    granite_swa,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     llama.ARCHITECTURE,
@@ -13,6 +26,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_moe.ARCHITECTURE,
     granite.ARCHITECTURE,
     olmo2.ARCHITECTURE,
+    olmo3.ARCHITECTURE,
+    smollm3.ARCHITECTURE,
+    ministral3.ARCHITECTURE,
+    granite_swa.ARCHITECTURE,
+    seed_oss.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -16,7 +16,9 @@ from shoal.engine.runner import rank_weights
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import EngineDeadError
 from tests import tiny
+from tests.cpu.models.test_families import assert_greedy, prompts_of
 from tests.ranks import pids_of_ranks
+from tests.tiny_families import FAMILIES, write_family
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 7, 33, 80))]
 
@@ -44,6 +46,13 @@ def test_two_ranks_give_the_oracles_tokens(name, root):
     folder = tiny.write_model(root, name)
     with build(folder) as llm:
         assert ids_of(llm.generate(PROMPTS, params())) == [tiny.greedy(folder, p, 12) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_give_the_tokens_of_each_family(name, root):
+    folder = write_family(root, name)
+    with build(folder) as llm:
+        assert_greedy(llm.generate(prompts_of(name), params()), folder)
 
 
 def test_each_rank_has_the_scales_of_its_own_heads_in_an_fp8_cache(root, tmp_path):

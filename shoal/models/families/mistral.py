@@ -23,4 +23,5 @@ ARCHITECTURE = Architecture(
         "sliding_window": 4096,
     },
     read=read,
+    nested_in=("Mistral3ForConditionalGeneration",),
 )

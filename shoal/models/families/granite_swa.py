@@ -1,0 +1,49 @@
+"""Granite SWA: Granite 3 with windows in three of four layers, sinks in all, and a rope for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.model_config import LayerKind, ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.families import granite
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    config = granite.read(config, fields).with_attention(sinks=True)
+    if fields.get("layer_rope_theta") is None:
+        return config
+    thetas = fields.each("layer_rope_theta", config.num_layers)
+    return replace(config, layers=tuple(map(with_theta, config.layers, thetas)))
+
+
+def with_theta(kind: LayerKind, theta: ConfigFields) -> LayerKind:
+    """Returns the kind with a layer's own theta; 0 is a layer that does not rotate q and k."""
+    rope = kind.mixer.rope
+    if rope is None or theta.get("layer_rope_theta") == 0:
+        return kind.with_attention(rope=None)
+    return kind.with_attention(rope=replace(rope, theta=theta.number("layer_rope_theta")))
+
+
+def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
+    return tuple(SLIDING if i % 4 else FULL for i in range(num_layers))
+
+
+ARCHITECTURE = Architecture(
+    name="granite_swa",
+    hf_class="GraniteSWAForCausalLM",
+    defaults={
+        **granite.ARCHITECTURE.defaults,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+    },
+    read=read,
+    layer_types=layer_types,
+)

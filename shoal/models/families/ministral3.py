@@ -1,0 +1,44 @@
+"""Ministral 3: Mistral with queries that grow with their position."""
+
+from __future__ import annotations
+
+from shoal.kinds.attention import QueryScaling
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_rope import rope_values
+from shoal.models.families import mistral
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    rope = ConfigFields(rope_values(fields), f"{fields.where}: rope parameters")
+    scaling = QueryScaling(
+        rope.number("llama_4_scaling_beta"), rope.count("original_max_position_embeddings")
+    )
+    return mistral.read(config, fields).with_attention(query_scaling=scaling)
+
+
+ARCHITECTURE = Architecture(
+    name="ministral3",
+    hf_class="Ministral3ForCausalLM",
+    defaults={
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    read=read,
+    nested_in=("Mistral3ForConditionalGeneration",),
+)

@@ -1,0 +1,33 @@
+"""Seed-OSS: Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    return replace(
+        config,
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_out_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+
+
+ARCHITECTURE = Architecture(
+    name="seed_oss",
+    hf_class="SeedOssForCausalLM",
+    defaults={
+        "max_position_embeddings": 524288,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    read=read,
+)

@@ -1,0 +1,156 @@
+"""Tiny random checkpoints of families whose layers differ from Llama's, or from one another, in the layouts that
+their publishers use. tests/cpu/models/test_families.py tries each row; tests/tiny.py is their oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+
+WINDOW = 19  # shorter than most prompts, and not a multiple of a block
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=32)
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+# Changes a config and the tensors that transformers writes into what publishers write.
+Publish = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def old_rope(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """`rope_theta` and `rope_scaling`, as configs had them before transformers 5."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if (kind := rope.pop("rope_type")) != "default":
+        config["rope_scaling"] = {"type": kind, **rope}
+
+
+# name -> config class of transformers, what differs from tiny.COMMON, and the publisher's layout
+FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
+    "seed-oss": ("SeedOssConfig", dict(head_dim=16, attention_out_bias=True), None),
+    "olmo3": (
+        "Olmo3Config",
+        dict(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            rope_parameters={
+                SLIDING: dict(rope_type="default", rope_theta=500000.0),
+                FULL: dict(YARN, rope_theta=500000.0, attention_factor=1.2),
+            },
+        ),
+        None,
+    ),
+    "smollm3": ("SmolLM3Config", dict(num_hidden_layers=5, tie_word_embeddings=True), old_rope),
+    "smollm3-window": (
+        "SmolLM3Config",
+        dict(use_sliding_window=True, sliding_window=WINDOW, no_rope_layers=[1, 0, 1], attention_bias=True),
+        None,
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        dict(
+            head_dim=16,
+            rope_parameters=dict(
+                YARN, rope_theta=1e6, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
+            ),
+        ),
+        None,
+    ),
+    "ministral3-vision": (
+        "Mistral3Config",
+        dict(
+            text_config=dict(
+                model_type="ministral3",
+                head_dim=16,
+                tie_word_embeddings=True,
+                rope_parameters=dict(
+                    YARN, rope_theta=1e6, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1
+                ),
+            ),
+            tie_word_embeddings=True,
+            vision_config=dict(VISION, model_type="pixtral", head_dim=16, image_size=28),
+            spatial_merge_size=1,
+        ),
+        None,
+    ),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        dict(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            layer_rope_theta=[0, 10000.0, 5000.0, 10000.0, 0],
+            attention_multiplier=0.21,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=0.4,
+            tie_word_embeddings=True,
+        ),
+        None,
+    ),
+}
+# Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
+LEAST_TOKENS = {"phi4-mini": 40}
+
+
+def make_config(name: str, **changes: Any) -> transformers.PreTrainedConfig:
+    kind, own, _ = FAMILIES[name]
+    if "text_config" not in own:
+        return getattr(transformers, kind)(**tiny.COMMON | dict(pad_token_id=0) | own | changes)
+    top = {key: tiny.COMMON[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings")}
+    text = tiny.COMMON | dict(pad_token_id=0) | own["text_config"] | changes
+    return getattr(transformers, kind)(**top | own | {"text_config": text})
+
+
+@torch.no_grad()
+def widen(model: torch.nn.Module) -> None:
+    """Fills the weights such that greedy decoding is decisive, and that each piece shows: a sink, a gate, a norm's
+    "1 +", a correction bias."""
+    text = model.config.get_text_config()
+    embedding = 0.6 / getattr(text, "embedding_multiplier", 1.0)
+    if text.tie_word_embeddings:
+        embedding /= 3  # or each token would be followed by itself
+    for key, weight in model.state_dict().items():
+        if "norm" in key and weight.dim() == 1:
+            centre = 0.0 if weight.any() else 1.0  # such a norm multiplies by 1 + weight
+            weight.uniform_(0.6, 1.8).sub_(centre)
+        elif key.endswith("sinks"):
+            weight.normal_(0, 2.0)
+        elif key.endswith(("correction_bias", "expert_bias")):
+            weight.uniform_(-0.3, 0.3)
+        elif key.endswith("bias"):
+            weight.normal_(0, 0.3)
+        elif "embed" in key or "lm_head" in key:
+            weight.normal_(0, embedding if "embed" in key or text.tie_word_embeddings else 0.6)
+        elif weight.dim() > 1 and weight.is_floating_point():
+            weight.normal_(0, 1.8 / weight.shape[-1] ** 0.5)
+    model.tie_weights()
+
+
+def write_family(root: Path, name: str, **changes: Any) -> Path:
+    """Writes checkpoint `name` under `root` (once) and returns its folder. `changes` go over its text config's
+    fields."""
+    folder = root / "-".join([name, *(f"{key}={value}" for key, value in changes.items())])
+    if (folder / "complete").exists():
+        return folder
+    config = make_config(name, **changes)
+    torch.manual_seed(sum(map(ord, name)))
+    model = tiny.model_class(config)(config).float()
+    widen(model)
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    if (publish := FAMILIES[name][2]) is not None:
+        published = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        publish(published, tensors)
+        contiguous = {key: weight.contiguous() for key, weight in tensors.items()}
+        save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(published))
+    (folder / "complete").touch()
+    return folder
