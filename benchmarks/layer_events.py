@@ -25,7 +25,6 @@ from workloads import write_model
 from shoal import LLM, SamplingParams
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream, StagedCopy
-from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import pinned_memory
 from shoal.kv.view import BlockView
 
@@ -40,7 +39,7 @@ class Watch:
         runner = llm.core.ranks.runner
         self.ends = runner.layer_events
         self.copying = CopyStream(runner.device)
-        device = blocks_of(runner.cache.spec, runner.cache.blocks)
+        [device] = runner.cache.views()
         spec = replace(device.spec, num_blocks=num_blocks)
         self.map = BlockMap(device, BlockView.over(spec, pinned_memory(spec.num_bytes)))
 

@@ -12,6 +12,16 @@ SINCE_START = {"since_start": True}  # marks a counter since the start of the en
 
 
 @dataclass(slots=True)
+class KvGroupStats:
+    """Layers that share KV blocks, and these blocks on the device."""
+
+    num_layers: int = 0
+    window: int | None = None  # positions that a token sees, with its own; None: all before it
+    block_size: int = 0  # tokens
+    used_blocks: int = 0
+
+
+@dataclass(slots=True)
 class KvTierStats:
     """One tier below the device, summed over ranks."""
 
@@ -64,6 +74,7 @@ class Stats:
     )
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
+    kv_groups: list[KvGroupStats] = field(default_factory=list)  # none where all layers share all blocks
     num_preemptions: int = field(default=0, metadata=SINCE_START)
     prefix_cache_queries: int = field(default=0, metadata=SINCE_START)  # tokens looked up
     prefix_cache_hits: int = field(default=0, metadata=SINCE_START)  # tokens found

@@ -57,6 +57,16 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
     "qwen3-tied": ("Qwen3Config", dict(head_dim=32, tie_word_embeddings=True)),
     "mistral-window": ("MistralConfig", dict(sliding_window=19)),
+    # its layers are two groups, with KV blocks of their own
+    "qwen3-windows": (
+        "Qwen3Config",
+        dict(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=19,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         dict(

@@ -125,6 +125,7 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
             step_sizes=sorted({shape.tokens for shape in self.ranks.runner.mixed_shapes}),
+            groups=self.ranks.runner.cache.plan.groups,
         )
         self.refused: str | None = None  # why no request is taken
         self._paused = PauseState()
@@ -146,20 +147,15 @@ class EngineCore:
             self._more_parts,
         ):
             self.parts.add(part)
-        logger.info(
-            "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
-            num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.dtype,
-            config.device,
-        )
+        cache = self.ranks.runner.cache.plan.capacity(config.max_model_len, self.scheduler.blocks.chunk)
+        most, dtype, device = config.max_num_seqs, config.dtype, config.device
+        logger.info("%s, %d sequences at once, %s on %s", cache, most, dtype, device)
 
     def _allocate(self) -> int:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
         blocks."""
         config, ranks = self.config, self.ranks
-        block_bytes = ranks.runner.cache.spec.block_bytes
+        block_bytes = ranks.runner.cache.plan.block_bytes
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
         num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))

@@ -15,7 +15,7 @@ import dataclasses
 import torch
 
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
-from shoal.engine.runner.kv_cache import cache_spec
+from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
@@ -94,10 +94,17 @@ def resolve_config(
     resolved = ResolvedConfig(
         **(options | filled_in), keep_quantized=keep_quantized, quantizes_weights=quantizes
     )
+    plan = plan_cache(resolved, model)
+    if resolved.num_gpu_blocks_override and len(plan.groups) > 1:
+        raise ConfigError(
+            f"num_gpu_blocks_override must be unset for {config.model}, whose layers form {len(plan.groups)} "
+            f"groups with KV blocks of their own, got {config.num_gpu_blocks_override}; size the cache by "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
+        )
     if not resolved.max_num_seqs:
-        resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model))
+        resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model, plan))
     kept_bytes = num_weights(model) if quantizes else quantized_bytes if keep_quantized else None
-    _check_memory(config, resolved, model, kept_bytes)
+    _check_memory(config, resolved, model, plan, kept_bytes)
     return resolved
 
 
@@ -136,7 +143,11 @@ def _keeps_quantized(
 
 
 def _check_memory(
-    given: EngineConfig, config: ResolvedConfig, model: ModelConfig, quantized_bytes: int | None
+    given: EngineConfig,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    plan: CachePlan,
+    quantized_bytes: int | None,
 ) -> None:
     """Raises ConfigError for what asks for more memory than there is.
 
@@ -146,15 +157,14 @@ def _check_memory(
     """
     gpu, ranks = config.device == "cuda", config.tensor_parallel_size
     itemsize = getattr(torch, config.dtype).itemsize
-    blocks = -(-config.max_model_len // config.block_size)  # blocks of the longest sequence
-    block_bytes = cache_spec(config, model).block_bytes
+    blocks = -(-config.max_model_len // plan.block_size)  # entries of a table of the longest sequence
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
-    row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
+    row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks, len(plan.groups)).row_stride
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
         ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
         ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize, "for each token of a step"),
-        ("num_gpu_blocks_override", config.num_gpu_blocks_override, block_bytes, "for each KV block"),
+        ("num_gpu_blocks_override", config.num_gpu_blocks_override, plan.block_bytes, "for each KV block"),
         ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, ""),
     ]
     for name, count, size, what in needs:
@@ -171,7 +181,7 @@ def _check_memory(
     weights //= ranks if gpu else 1  # on the CPU ranks share the memory
     ropes = {(kind.mixer.rope, kind.mixer.rotary_dim) for kind in model.layers}
     angles = config.max_model_len * sum(size for _, size in ropes)
-    tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks)
+    tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks * len(plan.groups))
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
         raise ConfigError(
@@ -183,23 +193,21 @@ def _check_memory(
         )
 
 
-def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
+def _default_num_seqs(config: ResolvedConfig, model: ModelConfig, plan: CachePlan) -> int:
     """Default of max_num_seqs. `config` may have 0 there."""
     if config.device != "cuda":
         return CPU_SEQS
     card_bytes = torch.cuda.get_device_properties(0).total_memory
     if card_bytes < LARGE_CARD_BYTES:
         return FEW_SEQS
-    block_bytes = cache_spec(config, model).block_bytes
     cache_bytes = config.kv_cache_memory_bytes
     if config.num_gpu_blocks_override:
-        cache_bytes = config.num_gpu_blocks_override * block_bytes
+        cache_bytes = config.num_gpu_blocks_override * plan.block_bytes
     if not cache_bytes:
         weights = num_weights(model) * getattr(torch, config.dtype).itemsize // config.tensor_parallel_size
         cache_bytes = int(card_bytes * config.gpu_memory_utilization) - weights
-    num_tokens = cache_bytes // block_bytes * config.block_size
-    wanted = MANY_SEQS * min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
-    return MANY_SEQS if num_tokens >= wanted else FEW_SEQS
+    length = min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
+    return MANY_SEQS if plan.num_sequences(cache_bytes, length, length) >= MANY_SEQS else FEW_SEQS
 
 
 def _longest(model: ModelConfig) -> int:

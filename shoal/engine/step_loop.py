@@ -136,7 +136,7 @@ class StepLoop:
         several = self.ranks.size > 1
         return BatchBuilder(
             runner.layout,
-            self._block_size,
+            runner.cache.plan.groups[0].block_size,
             runner.share_from,
             runner.mixed_shapes,
             runner.whole_row_sizes,

@@ -4,7 +4,7 @@
 - The active decode rows, in batch order; -1 is padding.
 - What decodes share: for each decode, in batch order, how many of its first tokens its group shares (0:
   none); the members of the groups, one group after the other, as indices into the batch; the table of groups.
-- One row for each sequence: its fields, then its block table.
+- One row for each sequence: its fields, then its block tables, one for each group of layers (kv/groups.py).
 - A spare row that is nobody's. What is written through index -1 ends up there.
 
 The host's mirror of it is in engine/runner/batch.py. The kernels read it. There is no Triton here.
@@ -19,7 +19,7 @@ import torch
 
 
 class Field(IntEnum):
-    """Columns of a state row before its block table. Floats are stored as their bits."""
+    """Columns of a state row before its block tables. Floats are stored as their bits."""
 
     TOKEN = 0  # the last sampled id, which is the next input
     POSITION = 1  # the position of that token, which is the number of tokens in the cache before it
@@ -42,17 +42,19 @@ class DecodeGroupField(IntEnum):
 
 
 MAX_DECODE_GROUPS = 32  # A warp has as many threads, so it looks at all of them at once.
-FIELDS = 16  # int32s before the block table: 64 bytes, so that block tables are aligned
+FIELDS = 16  # int32s before the block tables: 64 bytes, so that block tables are aligned
 MIN_TEMPERATURE = 1e-5  # As in vLLM: below it, dividing by the temperature means nothing.
 _ALIGNMENT = 16  # int32s: rows start at multiples of 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Addresses in the flat state of `num_rows` rows with block tables of at least `max_blocks` entries."""
+    """Addresses in the flat state of `num_rows` rows with `num_tables` block tables of at least `max_blocks`
+    entries each."""
 
     num_rows: int
     max_blocks: int
+    num_tables: int = 1
 
     @property
     def active_address(self) -> int:
@@ -60,7 +62,11 @@ class StateLayout:
 
     @property
     def row_stride(self) -> int:
-        return FIELDS + _aligned(self.max_blocks)
+        return FIELDS + self.num_tables * self.table_stride
+
+    @property
+    def table_stride(self) -> int:
+        return _aligned(self.max_blocks)
 
     @property
     def prefix_address(self) -> int:
@@ -98,12 +104,12 @@ class StateLayout:
         return lens_B, members_B, groups.view(MAX_DECODE_GROUPS, len(DecodeGroupField))
 
     def table(self, state: torch.Tensor) -> torch.Tensor:
-        """[num_rows + 1, FIELDS + M]: what `sample` and `begin_decode` take."""
+        """[num_rows + 1, row_stride]: what `sample` and `begin_decode` take."""
         return state[self.row_address(0) :].view(self.num_rows + 1, self.row_stride)
 
-    def block_tables(self, state: torch.Tensor) -> torch.Tensor:
-        """block_tables_RM: a strided view of `table`."""
-        return self.table(state)[:, FIELDS:]
+    def block_tables(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """block_tables_RM of each group of layers: strided views of `table`."""
+        return self.table(state)[:, FIELDS:].split(self.table_stride, dim=1)
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -44,57 +44,60 @@ class CpuLayers:
         assert library is not None  # Without the library there is no CpuWeight.
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
-        self._caches: Sequence[LayerCache] = ()
+        self._described: tuple[object, ...] = (None, None, None)  # what the structs were filled in from
         self._structs: ctypes.Array[cpu_build.Layer] = (cpu_build.Layer * 0)()
         first = layers[0]
         self._scratch_floats = (
             first.qkv.header.outs + first.o.header.cols + first.gate_up.header.outs + first.down.header.cols
         )
 
-    def _describe(self, caches: Sequence[LayerCache]) -> None:
-        """Fills in the structs of layers that have these caches, which are the same in all steps."""
-        assert len({cache.table for cache in caches}) == 1  # the C call takes one block table
+    def _describe(
+        self, caches: Sequence[LayerCache], tables: Sequence[torch.Tensor], ropes: Sequence[torch.Tensor]
+    ) -> None:
+        """Fills in the structs of layers that have these caches, block tables and rope tables, which are the
+        same in all steps."""
         names = [field.name for field in fields(LayerWeights)]
-        self._caches = caches
+        first = caches[0].blocks
+        for cache in caches:  # the C call takes these from the first layer
+            assert (cache.blocks.shape, cache.blocks.stride()) == (first.shape, first.stride())
+            assert tables[cache.table].stride() == tables[0].stride()
+        self._described = caches, tables, ropes
         self._structs = (cpu_build.Layer * len(caches))(
             *(
                 cpu_build.Layer(
                     *(_address(getattr(weights, name)) for name in names),
+                    _address(cos_sin),
                     cache.blocks.data_ptr(),
                     _address(cache.scales_2G),
+                    tables[cache.table].data_ptr(),
                     cache.window or 0,
                 )
-                for weights, cache in zip(self._layers, caches, strict=True)
+                for weights, cache, cos_sin in zip(self._layers, caches, ropes, strict=True)
             )
         )
 
     def __call__(
-        self, residual_TD: torch.Tensor, step: StepInput, caches: Sequence[LayerCache], cos_sin: torch.Tensor
+        self,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        caches: Sequence[LayerCache],
+        ropes: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Runs all layers. `residual_TD` holds the embeddings, and all results but the last layer's are added
-        to it in place. That last result is returned, for the final norm to add. The caches are views into
-        one tensor, with the same block table. Raises MemoryError."""
-        if caches is not self._caches:
-            self._describe(caches)
+        to it in place. That last result is returned, for the final norm to add. `ropes`: each layer's rope
+        table. Raises MemoryError."""
+        if any(a is not b for a, b in zip((caches, step.block_tables, ropes), self._described)):
+            self._describe(caches, step.block_tables, ropes)
         tokens = residual_TD.shape[0]
         x_TD, scratch = torch.empty_like(residual_TD), torch.empty(tokens * self._scratch_floats)
-        assert (
-            residual_TD.is_contiguous()
-            and residual_TD.dtype == cos_sin.dtype == torch.float32
-            and cos_sin.is_contiguous()
-        )
+        assert residual_TD.is_contiguous() and residual_TD.dtype == torch.float32
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
         cache = cpu_build.describe_cache(caches[0], step.block_tables[caches[0].table], self._num_heads)
         sequences = cpu_build.describe_sequences(
             step.rows_S, step.query_starts_S, step.kv_lens_S, step.max_kv_len
         )
         described = cpu_build.Tokens(
-            step.positions_T.data_ptr(),
-            step.rows_T.data_ptr(),
-            cos_sin.data_ptr(),
-            tokens,
-            self._eps,
-            self._scale,
+            step.positions_T.data_ptr(), step.rows_T.data_ptr(), tokens, self._eps, self._scale
         )
         if self._run(
             ctypes.addressof(self._structs),

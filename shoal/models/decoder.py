@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         if self.embedding_multiplier != 1.0:
             residual.mul_(self.embedding_multiplier)
         if self.fused is not None and after_layer is None:
-            x = self.fused(residual, step, caches, self.ropes[0])
+            x = self.fused(residual, step, caches, self.ropes)
             if select_S is not None:
                 x, residual = x[select_S], residual[select_S]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from shoal.kernels.cpu.linear import CpuWeight
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
@@ -13,17 +14,16 @@ from shoal.models.layer import DecoderLayer
 
 def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
     """None where the C call can't run them. It knows dense layers of the Llama line alone, without
-    multipliers, of the same heads and rope, without additions to attention, and matmuls that are packed for
-    the C library and whole on this rank."""
-    weights, first = [], config.layers[0].with_attention(window=None)
-    if config.activation != "silu" or any(
-        kind.with_attention(window=None) != first for kind in config.layers
-    ):
+    multipliers, which differ in window and rope at most, without additions to attention, and matmuls that are
+    packed for the C library and whole on this rank."""
+    weights, mixer = [], config.layers[0].mixer
+    if config.activation != "silu" or not isinstance(mixer, AttentionKind):
         return None
-    mixer = first.mixer
     plain = AttentionKind(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale, mixer.rope)
-    if mixer != plain or mixer.rotary_dim != mixer.head_dim:
-        return None
+    for other in (kind.mixer for kind in config.layers):
+        is_plain = other == replace(plain, rope=other.rope, window=other.window)
+        if not is_plain or other.rotary_dim != other.head_dim:
+            return None
     for layer in layers:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
             return None

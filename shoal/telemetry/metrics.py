@@ -181,6 +181,16 @@ class ModelMetrics:
             ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage),
         ):
             yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        if stats.kv_groups:
+            groups = GaugeMetricFamily(
+                "shoal:kv_cache_usage_perc_by_group",
+                "Share of the KV cache that holds blocks of this group of layers.",
+                labels=(*LABELS, "group", "window"),
+            )
+            for g, group in enumerate(stats.kv_groups):
+                window = "full" if group.window is None else str(group.window)
+                groups.add_metric((*self.labels, str(g), window), group.used_blocks / stats.num_blocks)
+            yield groups
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests that wait for room (capacity), or for a grammar, a store or a "

@@ -8,6 +8,7 @@ ignores them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -24,14 +25,15 @@ def is_kv_scale(name: str) -> bool:
     return NAME.fullmatch(name) is not None
 
 
-def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
-    """Returns float32 [layers, 2, kv heads], keys' scales before values'. None: the checkpoint has no scales.
-    Raises CheckpointError if a scale is missing, has another shape, or is not positive."""
+def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
+    """Returns float32 [2, kv heads] for each layer, keys' scales before values'; 1 for a layer that reads
+    another layer's cache. None: the checkpoint has no scales. Raises CheckpointError if a scale is missing,
+    has another shape, or is not positive."""
     if files.file is not None:  # GGUF has no such tensors
         return None
-    config, num_kv_heads = files.config, files.config.attention.num_kv_heads
-    scales = torch.zeros(config.num_layers, 2, num_kv_heads)
-    found = False
+    config, found = files.config, False
+    mixers = [kind.mixer for kind in config.layers]
+    scales = [torch.full((2, m.num_kv_heads), 0.0 if m.kv_layer is None else 1.0) for m in mixers]
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
         if (match := NAME.fullmatch(name)) is None:
             continue
@@ -41,6 +43,7 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
                 f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is "
                 "it another model's file?"
             )
+        num_kv_heads = mixers[layer].num_kv_heads
         if len(values) not in (1, num_kv_heads):
             raise CheckpointError(
                 f"{files.path}: {name} has shape {list(tensor.shape)}, but a scale of the KV cache is one "
@@ -51,17 +54,18 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
                 f"{files.path}: {name} has {values.min():g} to {values.max():g}, but scales are positive "
                 "numbers; the file is damaged, or was never calibrated"
             )
-        scales[layer, "kv".index(match[2])] = values
+        scales[layer]["kv".index(match[2])] = values
     if not found:
         return None
-    for layer, kind in (scales == 0).any(2).nonzero().tolist():
-        raise CheckpointError(
-            f"{files.path}: the checkpoint has scales of the KV cache, but lacks {'kv'[kind]}_scale of layer "
-            f"{layer}; is a shard missing?"
-        )
+    for layer, scales_2G in enumerate(scales):
+        for kind in (scales_2G == 0).any(1).nonzero().flatten().tolist():
+            raise CheckpointError(
+                f"{files.path}: the checkpoint has scales of the KV cache, but lacks {'kv'[kind]}_scale of "
+                f"layer {layer}; is a shard missing?"
+            )
     return scales
 
 
-def name_of(scales: torch.Tensor) -> str:
+def name_of(scales: Sequence[torch.Tensor]) -> str:
     """Returns a name for these scales. Caches with other scales hold other numbers."""
-    return xxhash.xxh3_64_hexdigest(scales.contiguous().numpy().tobytes())
+    return xxhash.xxh3_64_hexdigest(b"".join(scales_2G.numpy().tobytes() for scales_2G in scales))

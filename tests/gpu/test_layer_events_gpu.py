@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from shoal import SamplingParams
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
-from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import pinned_memory
 from shoal.kv.view import BlockView
 from tests import kv_cases, tiny
@@ -38,7 +37,7 @@ def engine_options():
 def test_layers_that_leave_at_their_end_are_those_of_this_step(build, root, options):
     engine = build("qwen3", **options)
     runner = engine.core.ranks.runner
-    inside = blocks_of(runner.cache.spec, runner.cache.blocks)
+    [inside] = runner.cache.views()
     spec = replace(inside.spec, num_blocks=160)
     outside = BlockView.over(spec, pinned_memory(spec.num_bytes))
     block_map, copying = BlockMap(inside, outside), CopyStream(runner.device)

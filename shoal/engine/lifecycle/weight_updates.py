@@ -20,7 +20,7 @@ from shoal.config import ResolvedConfig
 from shoal.engine.pause_state import PauseState
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
-from shoal.engine.runner.kv_cache import cache_scales
+from shoal.engine.runner.cache_plan import cache_scales
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
@@ -83,8 +83,8 @@ class Weights:
         why = difference(self._model_config, files.config)
         if why is None and self._packed_as is not None:
             why = packing_difference(self._packed_as, files)
-        spec = self._ranks.runner.cache.spec
-        if why is None and spec.scales and name_of(cache_scales(self._config, files)) != spec.scales:
+        scales = self._ranks.runner.cache.plan.specs[0].scales
+        if why is None and scales and name_of(cache_scales(self._config, files)) != scales:
             why = "its k_scale and v_scale differ from the scales of the engine's KV cache"
         return why
 

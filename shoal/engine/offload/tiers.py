@@ -57,7 +57,7 @@ class KvTiers(StepPart):
         self.ranks = ranks
         self.scheduler = scheduler
         self.events = events
-        rank_block_bytes = ranks.runner.cache.spec.block_bytes
+        rank_block_bytes = ranks.runner.cache.plan.block_bytes
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)
         measured = ranks.call(commands.KV_MEASURE)
@@ -84,7 +84,7 @@ class KvTiers(StepPart):
     def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
         """From the seconds that each rank has measured, of a token's computing and a block's copy in. The
         slowest rank counts."""
-        config, rank_block_bytes = self.config, self.ranks.runner.cache.spec.block_bytes
+        config, rank_block_bytes = self.config, self.ranks.runner.cache.plan.block_bytes
         token_s = max(token_s for token_s, _ in measured)
         measured_s = max(copy_s for _, copy_s in measured)
         copy_s = plausible_copy_s(measured_s, rank_block_bytes, config.device)

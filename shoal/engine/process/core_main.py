@@ -322,8 +322,8 @@ def _describe(core: EngineCore) -> ModelInfo:
         device=resolved.device,
         dtype=resolved.dtype,
         kv_role=resolved.kv_transfer_config.kv_role if resolved.kv_transfer_config is not None else "",
-        kv_block_bytes=core.ranks.runner.cache.spec.block_bytes * core.ranks.size,
-        kv_cache_dtype=core.ranks.runner.cache.spec.dtype,
+        kv_block_bytes=core.ranks.runner.cache.plan.block_bytes * core.ranks.size,
+        kv_cache_dtype=core.ranks.runner.cache.plan.dtype,
         most_new_tokens=(resolved.override_generation_config or {}).get("max_new_tokens"),
         generates=core.model_config.has_head,
     )

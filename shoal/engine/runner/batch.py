@@ -16,7 +16,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from shoal.engine.runner.decode_groups import DecodeGroups
+from shoal.engine.runner.decode_groups import DecodePrefixes
 from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
     RowNeeds,
@@ -27,7 +27,8 @@ from shoal.engine.runner.sampler_options import (
 )
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.kernels.state import FIELDS, MAX_DECODE_GROUPS, DecodeGroupField, Field, StateLayout, seed_words
+from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
+from shoal.kv.groups import NO_BLOCK
 
 INT32_MAX = 2**31 - 1
 # Sections start at multiples of as many int32s, 16 bytes, so that Triton sees one alignment and compiles one
@@ -214,23 +215,22 @@ class BatchBuilder:
         whole_row_sizes: abc.Sequence[int] = range(1, MOST_WHOLE_ROWS + 1),
         splits_sampling: bool = False,
     ) -> None:
-        """`share_from`: the fewest decodes for which prefix groups are formed; None: never. `mixed_shapes`:
-        shapes of the captured mixed steps, small to large. `whole_row_sizes`: sizes of the chunks in which
-        whole rows are drawn, small to large. `splits_sampling`: several ranks sample together."""
+        """`block_size`: the tokens of a block of the first table. `share_from`: the fewest decodes for which
+        prefix groups are formed; None: never. `mixed_shapes`: shapes of the captured mixed steps, small to
+        large. `whole_row_sizes`: sizes of the chunks in which whole rows are drawn, small to large.
+        `splits_sampling`: several ranks sample together."""
         self.whole_row_sizes = whole_row_sizes
         self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
-        self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
-        self.decode_groups = DecodeGroups(block_size, MAX_DECODE_GROUPS) if share_from is not None else None
-        # rows of the last step's decodes; -1 where a row has a new owner
-        self.decode_rows = np.zeros(0, np.int32)
-        self.num_decode_groups = 0  # the groups among them
-        self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
+        self.layout, self.block_size = layout, block_size
+        self.prefixes = None if share_from is None else DecodePrefixes(layout, block_size, share_from)
         self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
         # The sequence whose fields each row holds, and at which of its admissions they were sent.
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
-        self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
+        # For each row, the tokens for which the device has blocks, and how many entries of each table it has.
+        self.rooms = [0] * layout.num_rows
+        self.num_sent = [[0] * layout.num_tables for _ in range(layout.num_rows)]
         self.needs = [RowNeeds(False, 0)] * layout.num_rows
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
@@ -244,7 +244,7 @@ class BatchBuilder:
         num_logprobs: int | None = None
         num_prompt_logprobs: int | None = None
         for entry in plan.scheduled:
-            if self.num_sent[entry.row] != len(entry.seq.block_ids) or self.owner[entry.row] != (
+            if self.rooms[entry.row] != entry.seq.room or self.owner[entry.row] != (
                 entry.seq,
                 entry.seq.num_admissions,
             ):
@@ -265,8 +265,8 @@ class BatchBuilder:
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
         if decode_only:
             self._update_active(decode_rows, graph_size or plan.num_decodes, addresses, values)
-        if self.decode_groups is not None and not np.array_equal(decode_rows, self.decode_rows):
-            self._update_prefixes(self.decode_groups, decode_rows, addresses, values)
+        if self.prefixes is not None:
+            self.prefixes.update(decode_rows, addresses, values)
         header = np.zeros(HEADER_SIZE, np.int32)
         header[Header.NUM_UPDATES] = len(addresses)
         header[Header.NUM_SEQS] = len(plan.scheduled)
@@ -276,7 +276,7 @@ class BatchBuilder:
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.NUM_DECODE_GROUPS] = self.num_decode_groups
+        header[Header.NUM_DECODE_GROUPS] = 0 if self.prefixes is None else self.prefixes.num_groups
         header[Header.LOGPROBS] = encode_count(num_logprobs)
         header[Header.PROMPT_LOGPROBS] = encode_count(num_prompt_logprobs)
         sections = {
@@ -291,21 +291,17 @@ class BatchBuilder:
         if not decode_only:
             sections |= self._token_sections(plan)
             header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])
-            if (shape := self._captured_shape(plan, num_prompt_logprobs is not None)) is not None:
+            sharing = bool(header[Header.NUM_DECODE_GROUPS])
+            if (shape := self._captured_shape(plan, sharing, num_prompt_logprobs is not None)) is not None:
                 sections |= shape.pad(sections, plan.num_decodes)
                 header[SHAPE_FIELDS] = astuple(shape)
         return pack(header, sections), options
 
-    def _captured_shape(self, plan: StepPlan, wants_prompts: bool) -> MixedShape | None:
+    def _captured_shape(self, plan: StepPlan, sharing: bool, wants_prompts: bool) -> MixedShape | None:
         """The smallest shape that has room for this step. None: it must run eagerly."""
         if wants_prompts:
             return None
-        size = (
-            plan.num_tokens,
-            plan.num_decodes,
-            len(plan.scheduled) - plan.num_decodes,
-            self.num_decode_groups > 0,
-        )
+        size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, sharing
         return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
 
     def _update_row(
@@ -317,12 +313,9 @@ class BatchBuilder:
         base = self.row_addresses[row]
         if self.owner[row] != (seq, seq.num_admissions):
             self.owner[row] = (seq, seq.num_admissions)
-            self.num_sent[row] = 0
-            if self.decode_groups is not None:
-                self.decode_groups.place(row, seq.block_ids)
-                # It may decode in the step after the row's previous owner's last one, whose groups do not
-                # know it.
-                self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
+            self.num_sent[row] = [0] * self.layout.num_tables
+            if self.prefixes is not None:
+                self.prefixes.place(row, seq.block_ids)
             params = seq.request.params
             self.needs[row] = start_options(seq, row, options, self.block_size, self.splits_sampling)
             low, high = seed_words(params.seed or 0)
@@ -339,11 +332,13 @@ class BatchBuilder:
                     float_bits(params.min_p),
                 )
             )
-        sent, blocks = self.num_sent[row], seq.block_ids
-        if sent < len(blocks):
-            addresses.extend(range(base + FIELDS + sent, base + FIELDS + len(blocks)))
-            values.extend(blocks[sent:])
-            self.num_sent[row] = len(blocks)
+        self.rooms[row] = seq.room
+        for t, (table, sent) in enumerate(zip(seq.tables, self.num_sent[row])):
+            blocks, at = table[sent:], base + FIELDS + t * self.layout.table_stride
+            self.num_sent[row][t] = len(table)
+            num_gone = blocks.count(NO_BLOCK)  # the first ones, which lie before a window
+            addresses.extend(range(at + sent + num_gone, at + len(table)))
+            values.extend(blocks[num_gone:])
 
     def _update_active(
         self, decode_rows: np.ndarray, size: int, addresses: list[int], values: list[int]
@@ -353,31 +348,6 @@ class BatchBuilder:
         changed = np.flatnonzero(self.active[:size] != wanted)
         self.active[:size] = wanted
         addresses.extend((changed + self.layout.active_address).tolist())
-        values.extend(wanted[changed].tolist())
-
-    def _update_prefixes(
-        self, decode_groups: DecodeGroups, decode_rows: np.ndarray, addresses: list[int], values: list[int]
-    ) -> None:
-        """Sends the groups again, because other sequences decode than in the last step."""
-        self.decode_rows = decode_rows
-        rows = decode_rows.tolist()
-        groups = decode_groups.groups(rows) if len(rows) >= self.share_from else []
-        if not groups and not self.num_decode_groups:
-            return
-        self.num_decode_groups = len(groups)
-        index = {row: i for i, row in enumerate(rows)}
-        wanted = np.zeros(self.layout.prefix_size, np.int32)
-        lens, members, table = (wanted[span] for span in self.layout.prefix_spans)
-        start = 0
-        for group, fields in zip(groups, table.reshape(MAX_DECODE_GROUPS, len(DecodeGroupField))):
-            indices, end = [index[row] for row in group.rows], start + len(group.rows)
-            fields[:] = start, len(indices), group.num_blocks * self.block_size, group.rows[0]
-            members[start:end] = indices
-            lens[indices] = fields[DecodeGroupField.LENGTH]
-            start = end
-        changed = np.flatnonzero(self.prefixes != wanted)
-        self.prefixes = wanted
-        addresses.extend((changed + self.layout.prefix_address).tolist())
         values.extend(wanted[changed].tolist())
 
     @staticmethod

@@ -20,7 +20,7 @@ class BatchState:
         self.flat = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self.active_B = layout.active(self.flat)
         self.table = layout.table(self.flat)
-        self.block_tables = (layout.block_tables(self.flat),)
+        self.block_tables = layout.block_tables(self.flat)
         self.prefixes = SharedPrefixes(*layout.prefixes(self.flat))
         # A decode step's inputs, which begin_decode fills in from the rows of active_B.
         self.tokens_B = torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
 """`DecodeGroups`: forms groups of running sequences that share their first KV blocks, as for vLLM's cascade
-attention. batch.py asks for the groups and sends them to the device; the scheduler does not use them.
+attention. `DecodePrefixes` sends them to the device for batch.py; the scheduler does not use them.
 
 Attention reads the shared blocks once for a group and not once for each sequence
 (kernels/attention/prefix_attention.py). A sequence is in one group at most. In a tree of prefixes (a system
-prompt, documents below it) the groups that save the most reads are formed. Pure Python.
+prompt, documents below it) the groups that save the most reads are formed. There is no torch here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField, StateLayout
 
 # A smaller group costs more than it saves: a tile of 128 queries takes as long as reading its keys two or
 # three times.
@@ -90,6 +94,52 @@ class DecodeGroups:
         shared = num_blocks * self._block_size
         saved = (num_members - 1) * shared
         return saved if num_members >= MIN_MEMBERS and shared >= MIN_SHARED and saved >= MIN_SAVED else 0
+
+
+class DecodePrefixes:
+    """The host's mirror of the part of the batch state that has the decode groups. All full-attention layers
+    use groups of the first block table: sequences that share its first blocks began with the same tokens, so
+    their blocks in other tables have the same content."""
+
+    def __init__(self, layout: StateLayout, block_size: int, share_from: int) -> None:
+        """`block_size`: of the first table. `share_from`: the fewest decodes for which groups are formed."""
+        self.layout, self.block_size, self.share_from = layout, block_size, share_from
+        self.groups = DecodeGroups(block_size, MAX_DECODE_GROUPS)
+        self.num_groups = 0  # of the last step
+        # rows of the last step's decodes; -1 where a row has a new owner
+        self._rows = np.zeros(0, np.int32)
+        self.sent = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
+
+    def place(self, row: int, block_ids: list[int]) -> None:
+        """A sequence with these blocks gets the row."""
+        self.groups.place(row, block_ids)
+        # It may decode in the step after the row's previous owner's last one, whose groups do not know it.
+        self._rows = np.where(self._rows == row, -1, self._rows)
+
+    def update(self, decode_rows: np.ndarray, addresses: list[int], values: list[int]) -> None:
+        """Sends the groups again if other sequences decode than in the last step."""
+        if np.array_equal(decode_rows, self._rows):
+            return
+        self._rows = decode_rows
+        rows = decode_rows.tolist()
+        groups = self.groups.groups(rows) if len(rows) >= self.share_from else []
+        if not groups and not self.num_groups:
+            return
+        self.num_groups = len(groups)
+        index = {row: i for i, row in enumerate(rows)}
+        wanted = np.zeros(self.layout.prefix_size, np.int32)
+        lens, members, table = (wanted[span] for span in self.layout.prefix_spans)
+        start = 0
+        for group, fields in zip(groups, table.reshape(MAX_DECODE_GROUPS, len(DecodeGroupField))):
+            indices, end = [index[row] for row in group.rows], start + len(group.rows)
+            fields[:] = start, len(indices), group.num_blocks * self.block_size, group.rows[0]
+            members[start:end] = indices
+            lens[indices] = fields[DecodeGroupField.LENGTH]
+            start = end
+        changed = np.flatnonzero(self.sent != wanted)
+        self.sent = wanted
+        addresses.extend((changed + self.layout.prefix_address).tolist())
+        values.extend(wanted[changed].tolist())
 
 
 @dataclass(slots=True)

@@ -58,8 +58,8 @@ class RankKv:
         self, config: ResolvedConfig, cache: KvCache, device: torch.device, num_host_blocks: int
     ) -> None:
         """Takes the host slab. Raises ConfigError if there is no memory for it."""
-        self.config, self.spec, self.device = config, cache.spec, device
-        host_spec = replace(cache.spec, num_blocks=num_host_blocks)
+        self.config, self.spec, self.device = config, cache.plan.specs[0], device
+        host_spec = replace(self.spec, num_blocks=num_host_blocks)
         try:
             self.slab = HostSlab(num_host_blocks, host_spec.block_bytes, device)
         except (MemoryError, OSError) as error:
@@ -70,7 +70,7 @@ class RankKv:
                 f"{what} can't be had, {host_spec.num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
         self.tiers: dict[str, Tier] = {}  # by name, while they are open
-        inside = cache.view()
+        inside = cache.views()[0]
         outside = BlockView.over(host_spec, memory_of(self.slab.rows))
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}

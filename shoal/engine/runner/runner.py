@@ -14,15 +14,15 @@ from functools import partial
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
 from shoal.engine.runner.batch_state import BatchState
+from shoal.engine.runner.cache_plan import FP8, cache_scales, plan_cache
 from shoal.engine.runner.capture_sizes import mixed_shapes, most_captured_tokens
-from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
+from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import take_export
 from shoal.engine.runner.rank_kv import RankKv
@@ -74,11 +74,11 @@ class ModelRunner:
         self.share = GpuShare(self.device, config) if is_measured else None
         self.regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
-        spec = cache_spec(config, model, tp.rank)
-        scales_L2G = cache_scales(config, files) if spec.dtype == FP8 else None
-        if scales_L2G is not None:
-            spec = replace(spec, scales=name_of(scales_L2G))
-            if tp.rank == 0 and (scales_L2G == 1).all():
+        plan = plan_cache(config, model, tp.rank)
+        scales = cache_scales(config, files) if plan.dtype == FP8 else None
+        if scales is not None:
+            plan = plan.with_specs(scales=name_of(scales))
+            if tp.rank == 0 and all((scales_2G == 1).all() for scales_2G in scales):
                 logger.warning(
                     "kv_cache_dtype %r: %s gives no scales (k_scale, v_scale), so keys and values beyond %g "
                     "are cut off",
@@ -108,12 +108,12 @@ class ModelRunner:
                     partial(self.regions.holding, "weights"),
                 )
             self.model.allocate_ropes(self.max_model_len)
-        self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
+        max_blocks = -(-self.max_model_len // plan.block_size)
+        self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
         self.state = BatchState(self.layout, self.device)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
-        windows = [kind.mixer.window for kind in model.layers]
-        never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(windows)
+        never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all
         # Steps with at least this many decodes look for groups that share a prefix. None: no step does.
         self.share_from = None if never_shares else backend.share_from
         # The shapes of mixed steps that graphs capture, small to large.
@@ -129,11 +129,18 @@ class ModelRunner:
         self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
         with self.regions.holding("kv_cache"):
             self.whole_rows = WholeRowSampler(
-                ops, tp, self.state, self.model.lm_head, copy, self.whole_row_sizes, config.block_size
+                ops,
+                tp,
+                self.state,
+                self.model.lm_head,
+                copy,
+                self.whole_row_sizes,
+                plan.groups[0].block_size,
+                plan.keeps_all,
             )
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
-        self.cache = KvCache(spec, windows, scales_L2G, self.device, is_shared)
+        self.cache = KvCache(plan, model.layers, scales, self.device, is_shared)
         self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
@@ -212,7 +219,7 @@ class ModelRunner:
     def open_peers(self) -> None:
         """Makes `peers`, for the cache as it is now."""
         assert self._peers is None
-        self._peers = RankPeers([self.cache.view()], self.device)
+        self._peers = RankPeers(self.cache.views(), self.device)
 
     @property
     def peers(self) -> RankPeers:

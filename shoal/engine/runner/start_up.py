@@ -59,7 +59,7 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     cache of one block, and measures the graphs. One layer of each kind shows the most memory that a step
     takes, because a layer uses the memory of the one before it."""
     if runner.share is None:
-        return runner.config.kv_cache_memory_bytes // runner.cache.spec.block_bytes
+        return runner.config.kv_cache_memory_bytes // runner.cache.plan.block_bytes
     num_seqs = min(runner.max_num_seqs, runner.max_num_tokens)
     query_len = min(runner.max_num_tokens // num_seqs, runner.max_model_len)
     with runner.model.one_layer_of_each_kind():
@@ -73,7 +73,7 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     graph_bytes = 0
     if not runner.config.enforce_eager:
         graph_bytes = sum(graphs.measure() for graphs in _new_graphs(runner))
-    block_bytes = runner.cache.spec.block_bytes + runner.whole_rows.bytes_of_block(runner.config.block_size)
+    block_bytes = runner.cache.plan.block_bytes + runner.whole_rows.bytes_of_block
     return runner.share.room(graph_bytes) // block_bytes
 
 

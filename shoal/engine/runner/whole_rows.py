@@ -21,7 +21,13 @@ import torch
 
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import StepGraphs
-from shoal.engine.runner.sampler_options import MOST_WHOLE_ROWS, SamplerOptions, WholeRow, whole_row_chunks
+from shoal.engine.runner.sampler_options import (
+    MOST_WHOLE_ROWS,
+    RowStart,
+    SamplerOptions,
+    WholeRow,
+    whole_row_chunks,
+)
 from shoal.engine.runner.small_ops import few_threads, upload
 from shoal.engine.runner.step_buffers import Copy
 from shoal.kernels.ops import Ops
@@ -63,18 +69,24 @@ class WholeRowSampler:
         copy: Copy,
         sizes: Sequence[int],
         block_size: int,
+        keeps_blocks: bool = True,
     ) -> None:
-        """`sizes`: what a chunk may have, small to large."""
+        """`sizes`: what a chunk may have, small to large. `block_size`: of the first block table, under which
+        the tokens of rows lie. If that table does not keep all blocks of a sequence (`keeps_blocks`), they
+        lie under a table of their own, in which each row has as many blocks as the longest sequence."""
         self.ops, self.tp, self.state, self.head, self.copy, self.sizes = ops, tp, state, head, copy, sizes
         self.device = state.flat.device
         num_rows, most = state.table.shape[0], sizes[-1]
         with torch.device(self.device):
             fields_RO = torch.zeros(num_rows, len(Option), dtype=torch.int32)
             addresses_R = torch.zeros(num_rows, dtype=torch.int64)
-            history = torch.zeros(1, block_size, dtype=torch.int32)
+            tables_RM, num_blocks = state.block_tables[0], 1
+            if not keeps_blocks:
+                num_blocks = tables_RM.numel() if tp.rank == 0 else 1
+                tables_RM = torch.arange(tables_RM.numel(), dtype=torch.int32).view(tables_RM.shape)
+            history = torch.zeros(num_blocks, block_size, dtype=torch.int32)
             most_counted = most if tp.rank == 0 and self.device.type == "cuda" else 0
             counts_KV = torch.zeros(most_counted, head.vocab_size, dtype=torch.int32)
-            tables_RM = state.block_tables[0]
             self.options = RowOptions(fields_RO, addresses_R, tables_RM, history, counts_KV)
             # What a captured chunk reads and writes. There is no chunk before a step brings one.
             self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
@@ -82,19 +94,20 @@ class WholeRowSampler:
             self.tokens_K = torch.zeros(most, dtype=torch.int32)
             self.logits_KV = torch.empty(most if tp.rank == 0 else 0, head.vocab_size, dtype=torch.float32)
         self.graphs: StepGraphs[int] | None = None
+        self._shares_blocks = keeps_blocks
 
     # The start
 
     def allocate(self, num_blocks: int) -> None:
         """Makes room for the tokens of a cache of `num_blocks` blocks."""
-        if self.tp.rank == 0:
+        if self.tp.rank == 0 and self._shares_blocks:
             _, block_size = self.options.history.shape
             self.options.history = torch.zeros(num_blocks, block_size, dtype=torch.int32, device=self.device)
 
-    @staticmethod
-    def bytes_of_block(block_size: int) -> int:
-        """Bytes that the tokens of one block take."""
-        return torch.int32.itemsize * block_size
+    @property
+    def bytes_of_block(self) -> int:
+        """Bytes that the tokens of one block of the cache take."""
+        return torch.int32.itemsize * self.options.history.shape[1] if self._shares_blocks else 0
 
     def new_graphs(self) -> StepGraphs[int]:
         """The graphs of the chunks, which are not captured yet. Ranks that only take tokens have none."""
@@ -131,21 +144,28 @@ class WholeRowSampler:
                 lists[one.row] = upload(torch.from_numpy(one.lists), self.device)
             addresses.append(lists[one.row].data_ptr())
         block_size = self.options.history.shape[1]
-        blocks = [block for one in starts for block in one.block_ids]
-        tokens = [_padded(one.tokens, len(one.block_ids) * block_size) for one in starts]
+        blocks = [self._blocks_of(one) for one in starts]
+        tokens = [_padded(one.tokens, len(own) * block_size) for one, own in zip(starts, blocks)]
         parts = [
             np.array(addresses, np.int64).view(np.int32),
             np.array([one.row for one in starts], np.int32),
             np.concatenate([one.fields for one in starts]),
-            np.array(blocks, np.int32),
+            np.concatenate(blocks),
             np.concatenate(tokens),
         ]
         on_device = upload(torch.from_numpy(np.concatenate(parts)), self.device)
         addresses_N, rows_N, fields_NO, blocks_M, tokens_M = on_device.split([len(part) for part in parts])
         fields_NO = fields_NO.view(len(starts), len(Option))
         self.options.start(lists, fields_NO, rows_N.long(), addresses_N.view(torch.int64))
-        if blocks:
+        if len(blocks_M):
             self.options.write_tokens(blocks_M.long(), tokens_M)
+
+    def _blocks_of(self, start: RowStart) -> np.ndarray:
+        """Returns the blocks in which the tokens of a sequence lie, int32."""
+        if self._shares_blocks:
+            return np.array(start.block_ids, np.int32)
+        num_blocks = -(-len(start.tokens) // self.options.history.shape[1])
+        return start.row * self.options.block_tables_RM.shape[1] + np.arange(num_blocks, dtype=np.int32)
 
     def memory_is_new(self) -> None:
         """To be called when the memory of the region has been released and taken again, or when a step was

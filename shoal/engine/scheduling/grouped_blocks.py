@@ -7,13 +7,14 @@ blocks is launched then, and their next owner writes later. They stay findable u
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
 from itertools import accumulate
 
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import group_key
 from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk, match
+from shoal.stats import KvGroupStats, Stats
 
 
 def blocks_for(
@@ -48,6 +49,7 @@ class GroupedBlocks(SequenceBlocks):
         self.groups = tuple(groups)
         self.largest = max(group.block_size for group in groups)
         self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
+        self._group_of = [0] * num_blocks  # the group that each held block belongs to
 
     def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
         if not self._looks_up(seq):
@@ -117,9 +119,20 @@ class GroupedBlocks(SequenceBlocks):
     def _add(self, seq: Sequence, lacking: list[int], blocks: list[int]) -> None:
         """Divides new blocks among the tables."""
         ends = accumulate(lacking)
-        for table, num, end in zip(seq.tables, lacking, ends):
-            table += blocks[end - num : end]
+        for g, (table, num, end) in enumerate(zip(seq.tables, lacking, ends)):
+            own = blocks[end - num : end]
+            table += own
+            for block in own:
+                self._group_of[block] = g
         seq.room = min(len(table) * group.block_size for group, table in zip(self.groups, seq.tables))
+
+    def fill_in(self, stats: Stats) -> None:
+        super().fill_in(stats)
+        used = Counter(g for block, g in enumerate(self._group_of) if self.pool.is_held(block))
+        stats.kv_groups = [
+            KvGroupStats(len(group.layers), group.window, group.block_size, used[g])
+            for g, group in enumerate(self.groups)
+        ]
 
     def _make_findable(self, seq: Sequence, start: int, end: int) -> None:
         for g, group in enumerate(self.groups):

@@ -3,27 +3,28 @@
 
 #include "cpu.h"
 
-// The weights of a layer, and its cache's numbers, scales and window. A null pointer means that there is no such
-// weight.
+// The weights of a layer, its rope table, and its cache's numbers, scales, block tables and window. A null pointer
+// means that there is no such weight.
 typedef struct {
     const Packed *qkv, *o, *gate_up, *down;
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias, *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *cos_sin;
     void *cache;
     const float *scales;
+    const int32_t *tables;
     int64_t window;
 } Layer;
 
 // The step's tokens. positions and rows are [tokens]; All norms share eps.
 typedef struct {
     const int32_t *positions, *rows;
-    const float *cos_sin;
     int32_t tokens;
     float eps, scale;
 } Tokens;
 
 // residual [tokens, D] holds the embeddings, and all results but the last layer's are added to it. x [tokens,
 // D] receives that last result, for the final norm to add. The layers' caches differ from first_cache in
-// numbers and scales alone. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
+// numbers, scales and tables alone. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
 // lacks memory.
 int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, const Sequences *seqs, const Tokens *t,
                  float *residual, float *x, float *scratch) {
@@ -33,10 +34,10 @@ int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, 
     float *qkv = scratch, *heads = qkv + tokens * width, *gate_up = heads + tokens * layers[0].o->cols, *gated = gate_up + tokens * 2 * inner;
     for (int i = 0; i < num_layers; i++) {
         const Layer *w = &layers[i];
-        cache.data = w->cache, cache.scales = w->scales;
+        cache.data = w->cache, cache.scales = w->scales, cache.tables = w->tables;
         shoal_rms_norm(i ? x : 0, residual, w->input_norm, t->eps, t->tokens, hidden, x);
         if (shoal_linear(w->qkv, x, t->tokens, w->qkv_bias, qkv)) return -1;
-        shoal_qk_norm_rope_store(&cache, qkv, t->tokens, t->positions, t->rows, t->cos_sin, w->q_norm, w->k_norm, t->eps);
+        shoal_qk_norm_rope_store(&cache, qkv, t->tokens, t->positions, t->rows, w->cos_sin, w->q_norm, w->k_norm, t->eps);
         if (shoal_attention(&cache, seqs, qkv, width, (int)w->window, t->scale, heads)) return -1;
         if (shoal_linear(w->o, heads, t->tokens, w->o_bias, x)) return -1;
         shoal_rms_norm(x, residual, w->post_norm, t->eps, t->tokens, hidden, x);

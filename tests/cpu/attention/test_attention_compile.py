@@ -127,7 +127,7 @@ def cascade(
         rows_S=ints,
         query_starts_S=state[: num_seqs + 1],
         kv_lens_S=ints,
-        block_tables=(layout.block_tables(state),),
+        block_tables=layout.block_tables(state),
         num_decodes=num_seqs,
         max_kv_len=4096,
         queries=queries,

@@ -309,11 +309,11 @@ def test_all_layers_in_one_call_do_what_the_ops_do(sequences) -> None:
     )
     blocks = int(step.block_tables[0].max()) + 1
     kv = to_fp8(torch.randn(blocks, 3, 2, KV_HEADS, 16, HEAD_DIM), torch.ones(()))
-    residual, cos_sin = torch.randn(len(rows), HIDDEN), torch.randn(64, HEAD_DIM)
+    residual, ropes = torch.randn(len(rows), HIDDEN), [torch.randn(64, HEAD_DIM)] * 3
     want_residual, want_kv = residual.clone(), kv.clone()
-    want = op_by_op(weights, want_residual, step, layer_caches(want_kv, None, all_scales), cos_sin)
+    want = op_by_op(weights, want_residual, step, layer_caches(want_kv, None, all_scales), ropes)
     layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)
-    got = layers(residual, step, layer_caches(kv, None, all_scales), cos_sin)
+    got = layers(residual, step, layer_caches(kv, None, all_scales), ropes)
     real = positions >= 0
     assert torch.equal(got[real], want[real]) and torch.equal(residual[real], want_residual[real])
     assert torch.equal(kv.view(torch.uint8), want_kv.view(torch.uint8))

@@ -254,7 +254,7 @@ def test_figures_say_what_went_where(trio):
     assert (name, read.blocks) == ("in_process", BLOCKS) and read.seconds > 0
     assert loans.blocks_out - before.blocks_out == BLOCKS
     assert loans.bytes_out - before.bytes_out == read.num_bytes
-    assert read.num_bytes == BLOCKS * trio.reader.ranks.runner.cache.spec.block_bytes
+    assert read.num_bytes == BLOCKS * trio.reader.ranks.runner.cache.plan.specs[0].block_bytes
     assert loans.ended["done"] == before.ended.get("done", 0) + 1
     assert trio.one.stats().kv_loans is None and trio.reader.stats().kv_loans is None
 

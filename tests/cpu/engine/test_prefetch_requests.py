@@ -153,13 +153,13 @@ def test_a_layer_is_read_while_the_next_one_is_computed(trio, chunked, monkeypat
     def after_step():
         num_steps.append(True)
         if len(num_steps) == 2:
-            num_layers = lender.ranks.runner.cache.spec.num_layers
+            num_layers = lender.ranks.runner.cache.plan.specs[0].num_layers
             until(lambda: sum(blocks for _, blocks in pulls.seen) == 2 * num_layers, trio.reader)
 
     monkeypatch.setattr(ends, "_tell", tell_and_stand)
     found = apart(lender, trio.reader, after_step=after_step)
     assert found.tokens == expected.tokens and blocks_in(trio.reader) == BLOCKS
-    assert set(stood) == set(range(lender.ranks.runner.cache.spec.num_layers))
+    assert set(stood) == set(range(lender.ranks.runner.cache.plan.specs[0].num_layers))
 
 
 def test_only_the_blocks_that_are_missing_travel(trio, chunked):  # noqa: F811

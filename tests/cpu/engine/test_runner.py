@@ -19,7 +19,6 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import Field
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
-from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import host_memory
 from shoal.kv.view import BlockView
 from shoal.layers.parallel import TensorParallel
@@ -51,11 +50,12 @@ class Rank:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.config.max_model_len,
+            groups=self.runner.cache.plan.groups,
         )
         runner = self.runner
         self.builder = BatchBuilder(
             runner.layout,
-            self.config.block_size,
+            runner.cache.plan.groups[0].block_size,
             runner.share_from,
             runner.mixed_shapes,
             runner.whole_row_sizes,
@@ -100,6 +100,11 @@ def start(root):
 @pytest.fixture
 def rank(start):
     return start()
+
+
+def by_layer(cache):
+    """The cache of a model whose layers share all blocks, [blocks, layers, ...]."""
+    return cache.blocks.view(cache.plan.specs[0].shape)
 
 
 def answer(seq):
@@ -269,7 +274,7 @@ def listen(rank):
     """To the next step: which layer has ended, its event, and the cache at that time."""
     heard = []
     rank.runner.layer_events.listen(
-        lambda layer, event: heard.append((layer, event, rank.runner.cache.blocks.clone()))
+        lambda layer, event: heard.append((layer, event, by_layer(rank.runner.cache).clone()))
     )
     return heard
 
@@ -290,7 +295,7 @@ def test_a_listener_hears_of_each_layer_when_its_keys_and_values_are_there(start
     seqs = [rank.add(prompt) for prompt in prompts]
     heard = listen(rank)
     rank.step()
-    final = rank.runner.cache.blocks
+    final = by_layer(rank.runner.cache)
     assert [(layer, event) for layer, event, _ in heard] == [(i, None) for i in range(final.shape[1])]
     for layer, _, blocks in heard:
         assert torch.equal(blocks[:, : layer + 1], final[:, : layer + 1]) and blocks[:, layer].any()
@@ -303,16 +308,16 @@ def test_a_listener_hears_of_each_layer_when_its_keys_and_values_are_there(start
 def test_layers_leave_for_another_cache_while_their_step_runs(rank):
     """As from a prefill worker to a decode worker of two ranks."""
     cache = rank.runner.cache
-    shards = [replace(cache.spec, num_blocks=9, tp_size=2, tp_rank=i) for i in range(2)]
+    [ours] = cache.views()
+    shards = [replace(ours.spec, num_blocks=9, tp_size=2, tp_rank=i) for i in range(2)]
     theirs = [BlockView.over(shard, host_memory(shard.num_bytes)) for shard in shards]
-    ours = blocks_of(cache.spec, cache.blocks)
     seq = rank.add(PROMPTS[1])
     plan = rank.scheduler.schedule()
     packed, _ = rank.builder.build(plan, None)
     copy = CopyStream("cpu").stage(BlockMap(ours, theirs), seq.block_ids, [8, 0, 4])
     rank.runner.layer_events.listen(copy.trigger_layer)
     rank.runner.step(packed)
-    for layer in range(cache.spec.num_layers):
+    for layer in range(ours.spec.num_layers):
         copy.wait_layer(layer)
     arrived = kv_cases.merged(theirs)[:, [8, 0, 4]]
     assert torch.equal(arrived, kv_cases.contents(ours)[:, seq.block_ids])
@@ -461,7 +466,7 @@ def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(start, tmp_path):
 @torch.inference_mode()
 def test_blocks_leave_for_the_hosts_slab_and_come_back(rank):
     rank.runner.open_kv(num_host_blocks=4)
-    blocks = rank.runner.cache.blocks
+    blocks = by_layer(rank.runner.cache)
     blocks.copy_(torch.arange(BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand(blocks.shape))
     kv = rank.runner.kv
     kv.copy_out(1, [7, 3], [0, 2], wait=True)

@@ -57,7 +57,7 @@ def _rope(
     kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=torch.uint8 if fp8 else dtype)[:, 1]
     if fp8:
         kv_layer = kv_layer.view(torch.float8_e4m3fn)
-    tables = StateLayout(4, 20).block_tables(_ints(StateLayout(4, 20).size))
+    [tables] = StateLayout(4, 20).block_tables(_ints(StateLayout(4, 20).size))
     triton_ops.qk_norm_rope_store(
         qkv,
         weight,
@@ -128,7 +128,7 @@ for case in (
 
 def _row_options(num_rows: int, vocab_size: int, dtype: torch.dtype, block_size: int) -> None:
     layout, ints = StateLayout(num_rows, 20), _ints(num_rows)
-    tables, history = layout.block_tables(_ints(layout.size)), _ints(9, block_size)
+    [tables], history = layout.block_tables(_ints(layout.size)), _ints(9, block_size)
     fields, addresses = _ints(num_rows + 1, len(Option)), torch.zeros(num_rows + 1, dtype=torch.int64)
     options = RowOptions(fields, addresses, tables, history, _ints(num_rows, vocab_size))
     logits = torch.zeros(num_rows, vocab_size)

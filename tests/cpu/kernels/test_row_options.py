@@ -27,7 +27,7 @@ class Rows:
 
     def __init__(self, seed: int = 0, device: str = "cpu", vocab_size: int = 8000) -> None:
         layout = StateLayout(NUM_ROWS, MAX_BLOCKS)
-        self.tables = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32, device=device))
+        [self.tables] = layout.block_tables(torch.zeros(layout.size, dtype=torch.int32, device=device))
         self.free = random.Random(seed).sample(range(3000), 3000)
         history = torch.ones(3000, BLOCK_SIZE, dtype=torch.int32, device=device)
         fields = torch.zeros(NUM_ROWS + 1, len(Option), dtype=torch.int32, device=device)

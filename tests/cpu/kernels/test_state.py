@@ -21,7 +21,7 @@ def test_addresses_lead_to_the_views() -> None:
     state[layout.row_address(4) + FIELDS + 6] = 3
     assert layout.active(state)[4] == 1
     assert layout.table(state)[3, Field.POSITION] == 2
-    assert layout.block_tables(state)[4, 6] == 3
+    assert layout.block_tables(state)[0][4, 6] == 3
     assert int(state.sum()) == 6
 
 

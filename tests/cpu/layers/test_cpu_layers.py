@@ -1,6 +1,8 @@
 """All layers in one call against the same layers op by op: the same functions in the same order, so equal to
 the bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,17 +43,18 @@ def layer_weights(seed: int, bias: bool, qk_norm: bool) -> LayerWeights:
     return LayerWeights(*packed, *biases, *norms)
 
 
-def op_by_op(weights, residual, step, caches, cos_sin):
+def op_by_op(weights, residual, step, caches, ropes):
     backend, x = CpuBackend(head_shape(HEADS, KV_HEADS, HEAD_DIM)), None
-    for w, cache in zip(weights, caches, strict=True):
+    for w, cache, cos_sin in zip(weights, caches, ropes, strict=True):
         x = (
             cpu_ops.rms_norm(residual, w.input_norm, EPS)
             if x is None
             else cpu_ops.add_rms_norm(x, residual, w.input_norm, EPS)
         )
         qkv = w.qkv.linear(x, w.qkv_bias)
+        tables = step.block_tables[cache.table]
         cpu_ops.qk_norm_rope_store(
-            qkv, w.q_norm, w.k_norm, EPS, cos_sin, step.positions_T, step.rows_T, step.block_tables[0], cache
+            qkv, w.q_norm, w.k_norm, EPS, cos_sin, step.positions_T, step.rows_T, tables, cache
         )
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         heads = backend.attend(q, k, v, cache, step)
@@ -60,9 +63,11 @@ def op_by_op(weights, residual, step, caches, cos_sin):
     return x
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("options", [(None, False, False), (8, True, True)])
 @pytest.mark.parametrize("sequences", [[(1, 20)], [(1, 9), (1, 0), (7, 30), (40, 40)]])
-def test_one_call_does_what_the_ops_do(sequences, options):
+def test_one_call_does_what_the_ops_do(sequences, options, grouped):
+    """`grouped`: the layers are of two groups, with block tables and ropes of their own."""
     torch.manual_seed(0)
     window, *flags = options
     weights = [layer_weights(seed, *flags) for seed in range(3)]
@@ -70,15 +75,22 @@ def test_one_call_does_what_the_ops_do(sequences, options):
     rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
     # padding: 0 - 1
     positions = torch.cat([torch.arange(kv - q, kv, dtype=torch.int32) for q, kv in sequences])
-    step = type(step)(
-        **{name: getattr(step, name) for name in step.__slots__} | {"rows_T": rows, "positions_T": positions}
-    )
-    kv = torch.randn(int(step.block_tables[0].max()) + 1, 3, 2, KV_HEADS, 16, HEAD_DIM)
-    residual, cos_sin = torch.randn(len(rows), HIDDEN), torch.randn(64, HEAD_DIM)
+    [tables], num_blocks = step.block_tables, int(step.block_tables[0].max()) + 1
+    other = tables.new_zeros(len(tables), tables.stride(0))[:, : tables.shape[1]].copy_(tables + num_blocks)
+    step = replace(step, rows_T=rows, positions_T=positions, block_tables=(tables, other))
+    kv = torch.randn(2 * num_blocks, 3, 2, KV_HEADS, 16, HEAD_DIM)
+    residual, ropes = torch.randn(len(rows), HIDDEN), [*torch.randn(3, 64, HEAD_DIM)]
+    if not grouped:
+        ropes = ropes[:1] * 3
+
+    def caches(kv):
+        own = zip(layer_caches(kv, window), (0, 1, 1), (window, 11, None))
+        return [replace(cache, table=t, window=w) if grouped else cache for cache, t, w in own]
+
     want_residual, want_kv = residual.clone(), kv.clone()
-    want = op_by_op(weights, want_residual, step, layer_caches(want_kv, window), cos_sin)
+    want = op_by_op(weights, want_residual, step, caches(want_kv), ropes)
     layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)
-    got = layers(residual, step, layer_caches(kv, window), cos_sin)
+    got = layers(residual, step, caches(kv), ropes)
     real = positions >= 0
     assert (
         torch.equal(got[real], want[real])

@@ -1,0 +1,109 @@
+"""`CachePlan`: which layers of a model share KV blocks, and how each group of layers lies in a block.
+Whatever needs the shape of a cache derives it from this; kv_cache.py has the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+
+from shoal.config import ResolvedConfig
+from shoal.kv.groups import CacheKind, LayerGroup, make_groups
+from shoal.kv.layout import CacheSpec, Layout
+from shoal.model_config import ModelConfig
+from shoal.weights.kv_scales import kv_scales
+from shoal.weights.source import CheckpointFiles
+
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """One rank's cache. Blocks of all groups have the same bytes, on all ranks."""
+
+    groups: tuple[LayerGroup, ...]
+    specs: tuple[CacheSpec, ...]  # for each group, a cache that has its layers alone
+
+    @property
+    def block_bytes(self) -> int:
+        return self.specs[0].block_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.specs[0].num_blocks
+
+    @property
+    def dtype(self) -> str:
+        return self.specs[0].dtype
+
+    @property
+    def block_size(self) -> int:
+        """The fewest tokens of a block."""
+        return min(group.block_size for group in self.groups)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the first group has a block for each token of a sequence, as no window drops any."""
+        return self.groups[0].window is None
+
+    def num_sequences(self, cache_bytes: int, num_tokens: int, chunk: int) -> float:
+        """Returns how many sequences of this length a cache has room for, if a step computes up to `chunk`
+        tokens of each."""
+        blocks = sum(group.most_blocks(num_tokens, min(chunk, num_tokens)) for group in self.groups)
+        return cache_bytes // self.block_bytes / blocks
+
+    def capacity(self, max_model_len: int, chunk: int) -> str:
+        """Describes what the cache has room for, if a step computes up to `chunk` tokens of a sequence."""
+        sizes = sorted({group.block_size for group in self.groups})
+        blocks = f"{self.num_blocks} KV blocks of {' or '.join(map(str, sizes))} tokens"
+        if len(self.groups) > 1:
+            blocks += f" in {len(self.groups)} groups of layers"
+        fitting = self.num_sequences(self.num_blocks * self.block_bytes, max_model_len, chunk)
+        num_tokens = int(fitting * max_model_len)
+        return f"{blocks} ({num_tokens} tokens of full context, {fitting:.1f} sequences of {max_model_len})"
+
+    def with_specs(self, **changes: object) -> CachePlan:
+        """Returns the plan with these changes of every spec."""
+        return replace(self, specs=tuple(msgspec.structs.replace(spec, **changes) for spec in self.specs))
+
+
+def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> CachePlan:
+    """Returns the plan of a rank's cache of one block, but for the scales of an fp8 cache. Raises LayoutError
+    if the ranks can't share the model's KV heads."""
+    kinds: list[CacheKind | None] = []
+    alone: list[CacheSpec] = []  # a cache of each layer
+    for kind in model.layers:
+        mixer = kind.mixer
+        alone.append(
+            CacheSpec(
+                layout=Layout.WHOLE_BLOCKS,
+                num_layers=1,
+                num_heads=mixer.num_kv_heads,
+                head_dim=mixer.head_dim,
+                dtype=config.dtype if config.kv_cache_dtype == "auto" else FP8,
+                block_size=config.block_size,
+                tp_rank=tp_rank,
+                tp_size=config.tensor_parallel_size,
+                planes=mixer.planes,
+            )
+        )
+        shape = mixer.planes, mixer.num_kv_heads, mixer.head_dim
+        own = CacheKind(alone[-1].token_layer_bytes, mixer.window, shape)
+        kinds.append(own if mixer.kv_layer is None else None)
+    groups, block_bytes = make_groups(kinds, config.block_size)
+    specs = []
+    for group in groups:
+        num_layers, size = len(group.layers), group.block_size
+        spec = msgspec.structs.replace(alone[group.layers[0]], num_layers=num_layers, block_size=size)
+        specs.append(msgspec.structs.replace(spec, padding=block_bytes - spec.block_bytes))
+    return CachePlan(groups, tuple(specs))
+
+
+def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> list[torch.Tensor]:
+    """Returns the scales of an fp8 cache for each layer, float32 [2, kv heads of the model]: the
+    checkpoint's, or 1. Raises CheckpointError."""
+    found = None if config.load_format == "dummy" else kv_scales(files)
+    if found is not None:
+        return found
+    return [torch.ones(kind.mixer.planes, kind.mixer.num_kv_heads) for kind in files.config.layers]
