@@ -28,6 +28,7 @@ class AttentionKind:
     window: int | None = None  # how many positions a token sees, with its own; None: all before it
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: bool = False  # each query head has a learned logit in the softmax that brings no value
+    qk_rms: bool = False  # each head of q and k is divided by its rms before the rotation
     v_norm: bool = False  # each head of v is divided by its rms
     query_scaling: QueryScaling | None = None
     gate: OutputGate | None = None
@@ -81,6 +82,8 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: str = "silu"  # of gated MLPs, by the names of kernels/reference.py
     embedding_multiplier: float = 1.0  # factor of embeddings
+    embedding_norm: bool = False  # embeddings are divided by their rms
+    post_norm_eps: float | None = None  # of norms of what attention and MLP add; None: the layer has none
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits
     logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)

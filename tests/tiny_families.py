@@ -95,6 +95,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
         None,
     ),
 }
+FAMILIES["muse"] = (
+    "MuseGlimmerConfig",
+    dict(
+        text_config=dict(head_dim=16, num_hidden_layers=6, sliding_window=WINDOW, output_multiplier=0.5),
+        vision_config=dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+        out_hidden_size=32,
+        projector_hidden_size=32,
+    ),
+    None,
+)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -13,7 +13,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
-from shoal.layers.norm_kinds import build_norm
+from shoal.layers.norm_kinds import build_head_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.sinks import Sinks
 from shoal.model_config import AttentionKind, ModelConfig
@@ -54,9 +54,8 @@ class Attention(nn.Module):
             bias=config.o_bias,
             multiplier=config.residual_multiplier,
         )
-        self.q_norm = build_norm(config, n, ops) if config.qk_norm else None
-        has_k_norm = config.qk_norm and kind.kv_layer is None
-        self.k_norm = build_norm(config, n, ops) if has_k_norm else None
+        self.q_norm = build_head_norm(config, kind, ops)
+        self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
         self.sinks = Sinks(kind.num_heads, tp) if kind.sinks else None
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:

@@ -3,14 +3,16 @@ ModelConfig.norm names the kind that a model's norms are of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.layers.loading import Loaded
+from shoal.layers.loading import CheckpointTensor, Loaded
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 
 
 class FloatNorm(RMSNorm):
@@ -29,12 +31,30 @@ class ZeroCentredNorm(FloatNorm):
         self.weight.data.add_(1.0)
 
 
+class ScalelessNorm(RMSNorm):
+    """RMSNorm whose weight is not in the checkpoint, as all of it is 1."""
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        return iter(())
+
+    def finish(self) -> None:
+        """Fills the weight each time that weights have come, as a sleep may have dropped it."""
+        self.weight.data.fill_(1.0)
+
+
 KINDS: dict[str, type[RMSNorm]] = {"plain": RMSNorm, "float32": FloatNorm, "zero_centred": ZeroCentredNorm}
 
 
 def build_norm(config: ModelConfig, size: int, ops: Ops, tp: TensorParallel | None = None) -> RMSNorm:
     """A norm of the kind that the model's norms are of."""
     return KINDS[config.norm](size, config.rms_norm_eps, ops, tp)
+
+
+def build_head_norm(config: ModelConfig, kind: AttentionKind, ops: Ops) -> RMSNorm | None:
+    """The norm of each head of q or of k. None: they have none."""
+    if kind.qk_rms:
+        return ScalelessNorm(kind.head_dim, config.rms_norm_eps, ops)
+    return build_norm(config, kind.head_dim, ops) if config.qk_norm else None
 
 
 def add_normed(

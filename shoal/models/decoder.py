@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shoal.attention.backend import Backends
@@ -101,6 +102,8 @@ class Decoder(nn.Module):
         for backend in self.backends:
             backend.begin(step)
         x, residual = None, self.embed_tokens.embed(step.token_ids_T)
+        if self.config.embedding_norm:
+            residual = F.rms_norm(residual, residual.shape[1:], eps=self.config.rms_norm_eps)
         if self.embedding_multiplier != 1.0:
             residual.mul_(self.embedding_multiplier)
         if self.fused is not None and after_layer is None:

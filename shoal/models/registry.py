@@ -9,6 +9,7 @@ from shoal.models.families import (
     llama,
     ministral3,
     mistral,
+    muse_glimmer,
     olmo2,
     olmo3,
     qwen2,
@@ -31,6 +32,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ministral3.ARCHITECTURE,
     granite_swa.ARCHITECTURE,
     seed_oss.ARCHITECTURE,
+    muse_glimmer.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -1,0 +1,78 @@
+"""Muse Glimmer: sandwiches of zero-centred norms, gated attention with windows in three of four layers and
+without rope in the others, and normed embeddings. Its text model comes within a multimodal one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shoal.kinds.attention import OutputGate
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import FULL, full_every
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    attention = config.attention
+    # queries are multiplied by qk_scale_factor, which is a factor of all scores
+    scale = attention.scale * fields.number("qk_scale_factor")
+    config = config.with_attention(scale=scale, qk_rms=True, gate=OutputGate("sigmoid"))
+    bias = fields.flag("attention_bias")
+    return replace(
+        config,
+        norm="float32",
+        post_norm_eps=fields.number("post_norm_eps"),
+        embedding_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        logits_scaling=1.0 / fields.number("output_multiplier"),
+        logits_softcap=fields.number("final_logit_softcapping"),
+        layers=tuple(
+            kind.with_attention(rope=kind.mixer.rope if rotates else None)
+            for kind, rotates in zip(config.layers, rotated(fields, config.num_layers))
+        ),
+    )
+
+
+def rotated(fields: ConfigFields, num_layers: int) -> list[bool]:
+    """Whether each layer rotates q and k. A theta other than 0 means the global one."""
+    if fields.get("layer_rope_theta") is None:
+        return [kind != FULL for kind in layer_types(fields, num_layers)]
+    return [each.get("layer_rope_theta") != 0 for each in fields.each("layer_rope_theta", num_layers)]
+
+
+def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
+    return full_every(4, num_layers + -num_layers % 4)[-num_layers:]
+
+
+def layer_class() -> type[nn.Module]:
+    from shoal.models.families.muse_layer import MuseLayer
+
+    return MuseLayer
+
+
+ARCHITECTURE = Architecture(
+    name="muse_glimmer_text",
+    hf_class="MuseGlimmerForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+        "sliding_window": 2048,
+        "final_logit_softcapping": 20.0,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 0.19611613513818404,
+        "post_norm_eps": 1e-8,
+    },
+    read=read,
+    layer_types=layer_types,
+    nested_in=("MuseGlimmerForConditionalGeneration",),
+    layer_class=layer_class,
+)
