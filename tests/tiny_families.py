@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from shoal.kernels.quant.mxfp4_tensor import VALUES
 from tests import tiny
 
 WINDOW = 19  # shorter than most prompts, and not a multiple of a block
@@ -32,6 +33,26 @@ def old_rope(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         config["rope_scaling"] = {"type": kind, **rope}
 
 
+def mxfp4_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """gpt-oss' experts: 32 values of e2m1 in 16 bytes, the first in the low half, and a power of two for each
+    32."""
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = tensors.pop(name).transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).clamp(min=1e-9).log2().floor() - 2
+        scaled = groups / torch.exp2(exponents).unsqueeze(-1)
+        codes = (scaled.unsqueeze(-1) - torch.tensor(VALUES)).abs().argmin(-1)
+        tensors[f"{name}_blocks"] = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+
+
+GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    sliding_window=WINDOW,
+    rope_parameters=dict(YARN, rope_theta=150000.0, truncate=False),
+)
 # name -> config class of transformers, what differs from tiny.COMMON, and the publisher's layout
 FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
     "seed-oss": ("SeedOssConfig", dict(head_dim=16, attention_out_bias=True), None),
@@ -93,6 +114,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
             tie_word_embeddings=True,
         ),
         None,
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        dict(GPT_OSS, hidden_size=64, intermediate_size=64, num_attention_heads=4, swiglu_limit=1.5),
+        mxfp4_experts,
+    ),
+    "gpt-oss-plain": (
+        "GptOssConfig",
+        dict(GPT_OSS, num_hidden_layers=4, num_experts_per_tok=3, tie_word_embeddings=True),
+        old_rope,
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        dict(
+            head_dim=16,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            routed_scaling_factor=1.7,
+            n_group=3,
+            topk_group=2,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+        old_rope,
     ),
 }
 FAMILIES["muse"] = (

@@ -42,7 +42,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What a layer is, in numbers."""
+    """A layer in numbers."""
 
     dense: int  # weights that each token uses
     expert: int  # weights of one expert
@@ -138,7 +138,7 @@ class Floor:
             if layer.num_experts:
                 untouched = (1 - layer.num_experts_per_tok / layer.num_experts) ** num_seqs
                 experts += (1 - untouched) * layer.num_experts * layer.expert
-        weights = self._dense_bytes
+        weights = float(self._dense_bytes)
         if experts:
             weights += experts / self._all_experts * self._expert_bytes
         products = num_seqs * (self._per_token + 2 * self._head)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
+from shoal.models.checkpoint_names import Stack
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, SLIDING
 from shoal.models.config_rope import SlidingRope
@@ -43,8 +44,8 @@ def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. The checkpoint's names and shapes are not listed here, as its modules
-    have them."""
+    """One architecture. A checkpoint's names and shapes are not listed here, as its modules have them, but
+    for those that differ from the modules'."""
 
     name: str  # `transformers`' model_type, and ModelConfig.architecture
     hf_class: str  # what "architectures" of config.json says: "Qwen3ForCausalLM"
@@ -62,6 +63,8 @@ class Architecture:
     nested_in: tuple[str, ...] = ()  # multimodal classes whose text_config is one of this architecture
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
+    # a name within a layer that checkpoints have -> the decoder's name, or the parts of what has that name
+    tensors: Mapping[str, str | Stack] = field(default_factory=dict)
     gguf: GGUFNames | None = None  # None: no GGUF file of it is read
     # Returns the class of its decoder layers. It is a function, as the class needs torch. None: DecoderLayer.
     layer_class: Callable[[], type[nn.Module]] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import CheckpointError
+from shoal.layers.experts import ExpertMatrix
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import MatrixLayer
 from shoal.models.decoder import Decoder
@@ -58,9 +59,11 @@ def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
     generator = torch.Generator(device=device).manual_seed(seed)
     stored = model.config.quantization
     quantized = None if stored is None else partial(made_up, BY_NAME[stored.layout], stored)
+    experts_only = stored is not None and BY_NAME[stored.layout].experts_only
     for path, module in model.named_modules():
         if isinstance(module, MatrixLayer):
-            module.load_dummy(path, generator, quantized)
+            plain = experts_only and not isinstance(module, ExpertMatrix)
+            module.load_dummy(path, generator, None if plain else quantized)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)

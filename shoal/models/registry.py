@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
+    glm4_moe,
+    gpt_oss,
     granite,
     granite_swa,
     llama,
@@ -26,6 +28,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
     granite.ARCHITECTURE,
+    gpt_oss.ARCHITECTURE,
+    glm4_moe.ARCHITECTURE,
     olmo2.ARCHITECTURE,
     olmo3.ARCHITECTURE,
     smollm3.ARCHITECTURE,

@@ -18,8 +18,7 @@ from shoal.models.loading import Loading, load_dummy_weights
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
 from shoal.weights.kv_scales import is_kv_scale
-from shoal.weights.quantized import quantized_tensors, tensor_headers
-from shoal.weights.safetensors import safetensors_tensors
+from shoal.weights.quantized import folder_tensors, tensor_headers
 from shoal.weights.source import CheckpointFiles
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -58,7 +57,7 @@ def load_hollow_weights(model: Decoder, files: CheckpointFiles, device: torch.de
     zero = torch.zeros((), device=device)
     try:
         loading = Loading(model)
-        for name, header in tensor_headers(files.folder, quantization).items():
+        for name, header in tensor_headers(files.folder, files.config).items():
             if not _is_weight(name, files.config):
                 continue
             if quantization is not None and header.dtype == quantization.layout:
@@ -86,7 +85,7 @@ def check_shapes(files: CheckpointFiles) -> None:
     at the first one that is missing."""
     try:
         if files.file is None:
-            headers = tensor_headers(files.folder, files.config.quantization)
+            headers = tensor_headers(files.folder, files.config)
             shapes = {name: header.shape for name, header in headers.items()}
         else:
             shapes = gguf_shapes(files.header, files.config)
@@ -120,9 +119,7 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
 def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Yields every tensor with its Hugging Face name. Raises CheckpointError."""
     if files.file is None:
-        if files.config.quantization is not None:
-            return quantized_tensors(files.folder, files.config.quantization)
-        return safetensors_tensors(files.folder)
+        return folder_tensors(files.folder, files.config)
     return gguf_tensors(files.header, files.config)
 
 

@@ -1,5 +1,6 @@
-"""Tensors of a folder with quantized matrices: all tensors of one matrix come as one QuantizedTensor under
-the matrix's own name, `<module>.weight`. Only the tensors need torch."""
+"""The tensors of a folder under the decoder's names (models/checkpoint_names.py). All tensors of a quantized
+matrix come as one QuantizedTensor under the matrix's own name, `<module>.weight`. Only the tensors need
+torch."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
+from shoal.model_config import ModelConfig
+from shoal.models.checkpoint_names import split
 from shoal.models.layouts.layout import Stored
 from shoal.models.layouts.registry import BY_NAME
+from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.safetensors import (
     DTYPES,
     PACKED_DTYPES,
@@ -27,13 +31,14 @@ if TYPE_CHECKING:
 EVERY_DTYPE = DTYPES | PACKED_DTYPES
 
 
-def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str, TensorHeader]:
+def tensor_headers(folder: Path, config: ModelConfig) -> dict[str, TensorHeader]:
     """Returns every tensor of the folder, from the files' headers alone. A quantized matrix counts as one,
     with its layout's name for a dtype. Raises CheckpointError for a matrix with missing tensors, or with
     other shapes or types than its layout."""
+    quantization = config.quantization
     if quantization is None:
-        return _headers(folder, DTYPES)
-    headers = _headers(folder, EVERY_DTYPE)
+        return _headers(folder, DTYPES, config)
+    headers = _headers(folder, EVERY_DTYPE, config)
     matrices = _matrices(headers, quantization)
     taken = {name for parts in matrices.values() for name in parts.values()}
     found = {name: header for name, header in headers.items() if name not in taken}
@@ -53,18 +58,20 @@ def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str,
     return found
 
 
-def quantized_tensors(
-    folder: Path, quantization: Quantization
-) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def folder_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Yields every matrix and every other tensor. A matrix comes when the last of its tensors has been read;
     until then its tensors are views of the mapped files."""
-    matrices = _matrices(_headers(folder, EVERY_DTYPE), quantization)
+    quantization = config.quantization
+    if quantization is None:
+        yield from _tensors(folder, DTYPES, config)
+        return
+    matrices = _matrices(_headers(folder, EVERY_DTYPE, config), quantization)
     module_of = {
         name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
     }
     held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
     layout = BY_NAME[quantization.layout]
-    for name, tensor in safetensors_tensors(folder, EVERY_DTYPE):
+    for name, tensor in _tensors(folder, EVERY_DTYPE, config):
         if name not in module_of:
             yield name, tensor
             continue
@@ -78,9 +85,22 @@ def quantized_tensors(
             yield f"{module}.weight", matrix
 
 
-def _headers(folder: Path, dtypes: Mapping[str, int]) -> dict[str, TensorHeader]:
-    every = safetensors_headers(folder, dtypes)
-    return {name: header for _, headers in every for name, header in headers.items()}
+def _headers(folder: Path, dtypes: Mapping[str, int], config: ModelConfig) -> dict[str, TensorHeader]:
+    stored, found = ARCHITECTURES[config.architecture].tensors, {}
+    for _, headers in safetensors_headers(folder, dtypes):
+        for name, header in headers.items():
+            for part in split(name, header.shape, stored):
+                found[part.name] = TensorHeader(header.dtype, part.shape)
+    return found
+
+
+def _tensors(
+    folder: Path, dtypes: Mapping[str, int], config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    stored = ARCHITECTURES[config.architecture].tensors
+    for name, tensor in safetensors_tensors(folder, dtypes):
+        for part in split(name, tuple(tensor.shape), stored):
+            yield part.name, part.take(tensor)
 
 
 def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:

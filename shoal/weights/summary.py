@@ -24,7 +24,7 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
             weights[tensor.kind] += math.prod(tensor.shape)
     elif any(files.folder.glob("*.safetensors")):
         paths = list(shards(files.folder))
-        for dtype, shape in tensor_headers(files.folder, config.quantization).values():
+        for dtype, shape in tensor_headers(files.folder, config).values():
             weights[dtype] += math.prod(shape)
     stats = [path.stat() for path in paths]
     # The name of this version has to change when the files do. Their content would be gigabytes to read.

@@ -43,7 +43,7 @@ def _kinds(files: CheckpointFiles) -> dict[str, str]:
     """Returns the type of each tensor in the files, by name. A matrix of several tensors has one."""
     if files.file is not None:
         return {name: info.kind for name, info in files.header.tensors.items()}
-    headers = tensor_headers(files.folder, files.config.quantization)
+    headers = tensor_headers(files.folder, files.config)
     return {name: header.dtype for name, header in headers.items()}
 
 

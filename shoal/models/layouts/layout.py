@@ -45,6 +45,7 @@ class Layout:
     # From the matrix's [outs, inputs] to one of zeros on a device. None: its numbers decide how a matrix lies
     # in an engine's memory, so one of zeros would not lie there alike.
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
+    experts_only: bool = False  # all other matrices are plain
 
 
 def made_up(
@@ -77,7 +78,8 @@ def made_up(
         if kind == "F8_E4M3":
             plain = torch.empty(shape, dtype=torch.float32, device=device)
             return plain.uniform_(-20.0, 20.0, generator=generator).to(torch.float8_e4m3fn)
-        low, high = (116, 121) if name == "weight_scale" else (0, 256)  # exponents of mxfp4 around 2^-8
+        # exponents of mxfp4 around 2^-8
+        low, high = (116, 121) if name in ("weight_scale", "scales") else (0, 256)
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
 
     stored = layout.tensors(outs, inputs, quantization)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
-from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq
+from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, mxfp4
 from shoal.models.layouts.layout import Layout
 
 LAYOUTS = (
@@ -15,6 +15,7 @@ LAYOUTS = (
     compressed_tensors.FP8_LAYOUT,
     compressed_tensors.MXFP4_LAYOUT,
     fp8_blocks.LAYOUT,
+    mxfp4.LAYOUT,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 

@@ -49,7 +49,7 @@ def assert_greedy(outputs, folder) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_holds_the_tensors_that_its_config_asks_for(name, root):
     files = resolve(str(write_family(root, name)))
-    headers = tensor_headers(files.folder, files.config.quantization)
+    headers = tensor_headers(files.folder, files.config)
     assert dict(checkpoint_shapes(files.config)) == {key: header.shape for key, header in headers.items()}
 
 

@@ -1,0 +1,83 @@
+"""From the tensors that a checkpoint holds to the tensors that a decoder's layers ask for: other names, and
+tensors that hold several matrices, such as all experts of a layer. An architecture's file says which
+(Architecture.tensors). Parts are views. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+LAYER = re.compile(r"(model\.layers\.[0-9]{1,9}\.)(.+)")
+EXPERT = "{}"  # in names: an expert's number
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a checkpoint that holds all of `parts`, along its outputs. Where their names have an
+    expert's number, its first dimension is the experts."""
+
+    parts: tuple[str, ...]
+    interleaved: bool = False  # the rows of the parts alternate; else they follow one another
+    transposed: bool = False  # a matrix in plain numbers is [inputs, outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor for the decoder. `take` gets it out of the checkpoint's."""
+
+    name: str
+    shape: tuple[int, ...]
+    take: Callable[[torch.Tensor], torch.Tensor]
+
+
+def split(name: str, shape: tuple[int, ...], stored: Mapping[str, str | Stack]) -> Iterator[Part]:
+    """Returns the decoder's tensors that a checkpoint's tensor holds. Raises CheckpointError for a shape that
+    has no room for them."""
+    layer = LAYER.fullmatch(name)
+    for own, target in stored.items() if layer is not None else ():
+        assert layer is not None
+        pattern = re.escape(own).replace(re.escape(EXPERT), "([0-9]{1,9})")
+        separators = "[._]" if isinstance(target, Stack) else "[.]"  # gate_up_proj_bias
+        found = re.fullmatch(rf"{pattern}({separators}.+)?", layer[2])
+        if found is None:
+            continue
+        *experts, suffix = found.groups()
+        if isinstance(target, Stack):
+            yield from _parts(name, shape, target, layer[1], (suffix or ".weight")[1:])
+        else:
+            yield Part(f"{layer[1]}{target.format(*experts)}{suffix or ''}", shape, lambda tensor: tensor)
+        return
+    yield Part(name, shape, lambda tensor: tensor)
+
+
+def _parts(name: str, shape: tuple[int, ...], stack: Stack, layer: str, parameter: str) -> Iterator[Part]:
+    by_expert, count = EXPERT in stack.parts[0], len(stack.parts)
+    turned = stack.transposed and parameter == "weight"
+    outs = int(by_expert) + int(turned)  # the dimension of outputs
+    if len(shape) <= outs or shape[outs] % count:
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}, which does not hold {count} equal parts in dimension {outs}; "
+            "is it another model's file?"
+        )
+    size = shape[outs] // count
+    own = list(shape[int(by_expert) :])
+    own[outs - int(by_expert)] = size
+    if turned:
+        own = own[::-1]
+    for expert in range(shape[0]) if by_expert else (None,):
+        for i, part in enumerate(stack.parts):
+            rows = slice(i, None, count) if stack.interleaved else slice(i * size, (i + 1) * size)
+
+            def take(tensor: torch.Tensor, expert: int | None = expert, rows: slice = rows) -> torch.Tensor:
+                matrix = tensor if expert is None else tensor[expert]
+                return matrix[:, rows].T if turned else matrix[rows]
+
+            yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take)

@@ -1,0 +1,44 @@
+"""GLM-4.5, 4.6 and 4.7: a sigmoid router with a correction bias, a shared expert, and dense first layers.
+Half of each head is rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.kinds.experts import ExpertsKind
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.config_fields import ConfigFields
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    experts = ExpertsKind(
+        fields.count("n_routed_experts"),
+        fields.count("moe_intermediate_size"),
+        sigmoid_router(fields),
+        shared=shared_experts(fields, "n_shared_experts"),
+    )
+    config = replace(config, qk_norm=fields.flag("use_qk_norm"), qkv_bias=fields.flag("attention_bias"))
+    return with_experts(config, fields, experts)
+
+
+ARCHITECTURE = Architecture(
+    name="glm4_moe",
+    hf_class="Glm4MoeForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    read=read,
+    renamed={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)

@@ -1,0 +1,100 @@
+"""gpt-oss as it is published: experts of a layer in one tensor, in MXFP4, which stay packed while they load."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal import LLM, SamplingParams
+from shoal.errors import CheckpointError
+from shoal.layers.experts import ExpertMatrix
+from shoal.layers.packed_weight import PackedWeight
+from shoal.models.checkpoint_names import Stack, split
+from shoal.models.families.gpt_oss import ARCHITECTURE
+from shoal.weights.loader import check_shapes
+from shoal.weights.source import CheckpointFiles
+from tests.tiny_families import write_family
+
+PROMPT = random.Random(3).choices(range(256), k=40)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("gpt-oss"), "gpt-oss")
+
+
+def answer(model: Path, **options: object) -> tuple[list[int], torch.Tensor]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+    with LLM(str(model), device="cpu", max_model_len=64, **options) as llm:
+        (output,) = llm.generate([PROMPT], params)
+    positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
+    return output.outputs[0].token_ids, torch.tensor(
+        [position[token].logprob for token, position in positions]
+    )
+
+
+def experts_of(llm: LLM) -> list[ExpertMatrix]:
+    return [m for m in llm.core.ranks.runner.model.modules() if isinstance(m, ExpertMatrix)]
+
+
+def test_experts_stay_packed(published: Path) -> None:
+    with LLM(str(published), device="cpu", max_model_len=64) as llm:
+        assert all(isinstance(matrix.format, PackedWeight) for matrix in experts_of(llm))
+        assert not llm.core.ranks.runner.model.layers[0].mlp.gate.weight.is_meta
+    _, packed = answer(published)
+    _, unpacked = answer(published, dtype="float32")
+    torch.testing.assert_close(packed, unpacked, rtol=5e-3, atol=2e-2)
+
+
+def test_made_up_experts_are_packed_and_the_rest_is_plain(published: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((published / name).read_bytes())
+    with LLM(str(tmp_path), device="cpu", max_model_len=64, load_format="dummy") as llm:
+        assert all(isinstance(matrix.format, PackedWeight) for matrix in experts_of(llm))
+        assert not isinstance(llm.core.ranks.runner.model.layers[0].self_attn.o_proj.format, PackedWeight)
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=2, ignore_eos=True))
+
+
+def test_a_stack_with_missing_scales_is_refused_by_name(published: Path, tmp_path: Path) -> None:
+    tensors = load_file(published / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((published / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.0\.down_proj\.scales"):
+        check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_parts_of_a_stack_are_each_experts_matrices() -> None:
+    name, tensor = "model.layers.7.mlp.experts.gate_up_proj", torch.arange(2 * 3 * 8).view(2, 3, 8)
+    parts = {part.name: part for part in split(name, (2, 3, 8), ARCHITECTURE.tensors)}
+    assert list(parts) == [
+        f"model.layers.7.mlp.experts.{e}.{matrix}.weight"
+        for e in (0, 1)
+        for matrix in ("gate_proj", "up_proj")
+    ]
+    up = parts["model.layers.7.mlp.experts.1.up_proj.weight"]
+    assert up.shape == (4, 3) and torch.equal(up.take(tensor), tensor[1, :, 1::2].T)
+    (bias, _, _, _) = split(f"{name}_bias", (2, 8), ARCHITECTURE.tensors)
+    assert bias.name.endswith("experts.0.gate_proj.bias")
+    assert torch.equal(bias.take(tensor[:, 0]), tensor[0, 0, 0::2])
+
+
+def test_names_beside_a_stack_are_kept_or_renamed() -> None:
+    def names(name: str) -> list[str]:
+        return [
+            part.name for part in split(name, (6,), {"mlp.router": "mlp.gate", "mlp.experts.{}.w1": "mlp.{}"})
+        ]
+
+    assert names("model.layers.0.mlp.router.bias") == ["model.layers.0.mlp.gate.bias"]
+    assert names("model.layers.0.mlp.experts.12.w1.weight") == ["model.layers.0.mlp.12.weight"]
+    for kept in ("model.norm.weight", "model.layers.0.mlp.router_norm.weight", "lm_head.weight"):
+        assert names(kept) == [kept]
+
+
+def test_a_stack_of_odd_rows_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"gate_up_proj has shape \[2, 5, 3\].*2 equal parts"):
+        list(split("model.layers.0.gate_up_proj", (2, 5, 3), {"gate_up_proj": Stack(("{}.gate", "{}.up"))}))
