@@ -151,6 +151,7 @@ FAMILIES["muse"] = (
     ),
     None,
 )
+FAMILIES["ernie"] = ("Ernie4_5Config", dict(head_dim=16, use_bias=True, tie_word_embeddings=True), None)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -65,6 +65,9 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)
     # a name within a layer that checkpoints have -> the decoder's name, or the parts of what has that name
     tensors: Mapping[str, str | Stack] = field(default_factory=dict)
+    # q and k rotate the pairs (2i, 2i + 1) of each head: rows are moved while they load, as the decoder
+    # rotates the pairs (i, i + N/2)
+    interleaved: bool = False
     gguf: GGUFNames | None = None  # None: no GGUF file of it is read
     # Returns the class of its decoder layers. It is a function, as the class needs torch. None: DecoderLayer.
     layer_class: Callable[[], type[nn.Module]] | None = None

@@ -75,6 +75,9 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         },
         f"{where}: rope {kind!s:.80}",
     )
+    if kind == "dynamic" and own.get("alpha"):  # Hunyuan stretches theta once, whatever the length
+        stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
+        return RopeConfig(rope.number("rope_theta", ROPE_THETA) * stretch)
     if kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rope type {kind!r:.80} is not supported; these are: {', '.join(ROPE_KINDS)}"

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from shoal.errors import CheckpointError
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.experts import ExpertMatrix
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import MatrixLayer
+from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.models.layouts.layout import made_up
 from shoal.models.layouts.registry import BY_NAME
+from shoal.models.registry import BY_NAME as ARCHITECTURES
 
 
 class Loading:
@@ -23,7 +27,7 @@ class Loading:
     None: all of a checkpoint."""
 
     def __init__(self, model: Decoder, names: Iterable[str] | None = None) -> None:
-        every = {tensor.name: tensor for tensor in checkpoint_tensors(model)}
+        every = {tensor.name: tensor for tensor in checkpoint_tensors(model, model.config)}
         self._model = model
         self._awaited = every if names is None else {name: every[name] for name in names}
 
@@ -71,9 +75,35 @@ def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
             parameter.uniform_(-0.02, 0.02, generator=generator)
 
 
-def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
+def checkpoint_tensors(
+    module: nn.Module, config: ModelConfig, prefix: str = "model."
+) -> Iterator[CheckpointTensor]:
     """Returns the checkpoint's tensors for the layers in `module`. A name is the
     module's path here, behind `prefix`; the output head's has no prefix."""
+    interleaved = ARCHITECTURES[config.architecture].interleaved
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):
-            yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
+            for tensor in layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}"):
+                rotates = interleaved and (".q_proj." in tensor.name or ".k_proj." in tensor.name)
+                yield by_halves(tensor, config) if rotates else tensor
+
+
+def by_halves(tensor: CheckpointTensor, config: ModelConfig) -> CheckpointTensor:
+    """A tensor of q or k whose rotated pairs are neighbours in the checkpoint. Its rows are moved such that
+    the pairs lie half of the rotated numbers apart. Only GGUF's packed rows can be moved; others are
+    unpacked."""
+    attention = config.attention
+
+    def load(stored: Loaded, name: str) -> None:
+        rotated = torch.arange(attention.rotary_dim, device="cpu").view(-1, 2).T.flatten()
+        rest = torch.arange(attention.rotary_dim, attention.head_dim, device="cpu")
+        in_head = torch.cat((rotated, rest))
+        heads = torch.arange(stored.shape[0] // attention.head_dim, device="cpu") * attention.head_dim
+        order = (heads[:, None] + in_head).flatten()
+        if isinstance(stored, GGUFTensor):
+            tensor.load(stored.take_rows(order.numpy()), name)
+        else:
+            plain = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
+            tensor.load(plain[order.to(plain.device)], name)
+
+    return tensor._replace(load=load)

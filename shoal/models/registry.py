@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
+    ernie4_5,
     glm4_moe,
     gpt_oss,
     granite,
@@ -36,6 +37,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ministral3.ARCHITECTURE,
     granite_swa.ARCHITECTURE,
     seed_oss.ARCHITECTURE,
+    ernie4_5.ARCHITECTURE,
     muse_glimmer.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}

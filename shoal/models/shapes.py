@@ -31,12 +31,12 @@ OPS = cast(Ops, reference)
 
 def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, whole shape) of each tensor, under its Hugging Face name."""
-    for tensor in checkpoint_tensors(_without_layers(config)):
+    for tensor in checkpoint_tensors(_without_layers(config), config):
         yield tensor.name, tensor.shape
     of_kind: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {}
     for i, kind in enumerate(config.layers):
         if kind not in of_kind:
-            of_kind[kind] = [(t.name, t.shape) for t in checkpoint_tensors(_layer(config, kind), "")]
+            of_kind[kind] = [(t.name, t.shape) for t in checkpoint_tensors(_layer(config, kind), config, "")]
         for name, shape in of_kind[kind]:
             yield f"model.layers.{i}.{name}", shape
 
