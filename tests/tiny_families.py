@@ -19,6 +19,10 @@ WINDOW = 19  # shorter than most prompts, and not a multiple of a block
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=32)
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+GEMMA3_ROPES = {
+    SLIDING: dict(rope_type="default", rope_theta=10000.0),
+    FULL: dict(rope_type="linear", rope_theta=1000000.0, factor=4.0),
+}
 # Changes a config and the tensors that transformers writes into what publishers write.
 Publish = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
@@ -53,6 +57,17 @@ GPT_OSS = dict(
     sliding_window=WINDOW,
     rope_parameters=dict(YARN, rope_theta=150000.0, truncate=False),
 )
+
+
+def gemma3_ropes(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Gemma 3's first form: a theta for each kind of layer, and the pattern as a number."""
+    ropes = config.pop("rope_parameters")
+    config |= dict(rope_theta=ropes[FULL]["rope_theta"], rope_local_base_freq=ropes[SLIDING]["rope_theta"])
+    config["rope_scaling"] = dict(rope_type="linear", factor=ropes[FULL]["factor"])
+    config["sliding_window_pattern"] = 6
+    del config["layer_types"]
+
+
 # name -> config class of transformers, what differs from tiny.COMMON, and the publisher's layout
 FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
     "seed-oss": ("SeedOssConfig", dict(head_dim=16, attention_out_bias=True), None),
@@ -152,6 +167,50 @@ FAMILIES["muse"] = (
     None,
 )
 FAMILIES["ernie"] = ("Ernie4_5Config", dict(head_dim=16, use_bias=True, tie_word_embeddings=True), None)
+FAMILIES |= {
+    "gemma2": (
+        "Gemma2Config",
+        dict(
+            head_dim=16,
+            num_hidden_layers=5,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=True,
+        ),
+        None,
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(
+            head_dim=16,
+            num_hidden_layers=8,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            final_logit_softcapping=9.0,
+            rope_parameters=GEMMA3_ROPES,
+        ),
+        gemma3_ropes,
+    ),
+    "gemma3-vision": (
+        "Gemma3Config",
+        dict(
+            text_config=dict(
+                head_dim=16,
+                num_hidden_layers=6,
+                sliding_window=WINDOW,
+                final_logit_softcapping=9.0,
+                tie_word_embeddings=True,
+                rope_parameters=GEMMA3_ROPES,
+            ),
+            tie_word_embeddings=True,
+            vision_config=dict(VISION, model_type="siglip_vision_model", image_size=28),
+            mm_tokens_per_image=1,
+        ),
+        None,
+    ),
+}
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 
@@ -171,7 +230,9 @@ def widen(model: torch.nn.Module) -> None:
     "1 +", a correction bias."""
     text = model.config.get_text_config()
     embedding = 0.6 / getattr(text, "embedding_multiplier", 1.0)
-    if text.tie_word_embeddings:
+    if text.model_type.startswith("gemma"):
+        embedding /= text.hidden_size**0.5
+    elif text.tie_word_embeddings:
         embedding /= 3  # or each token would be followed by itself
     for key, weight in model.state_dict().items():
         if "norm" in key and weight.dim() == 1:

@@ -31,6 +31,8 @@ class GGUFNames:
     keys: Mapping[str, str] = field(default_factory=dict)
     # config.json's keys that no metadata says, with their values
     values: Mapping[str, Any] = field(default_factory=dict)
+    # From the other fields to further keys that no metadata says. None: there are no such keys.
+    derived: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     # a metadata key, without the prefix -> the other model that a file with this key holds, which is refused
     refused: Mapping[str, str] = field(default_factory=dict)
     # whether the rows of q and k lie in the order of interleaved rotary pairs

@@ -66,6 +66,10 @@ class ConfigFields:
             )
         return float(value)
 
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number; None if it is missing or null."""
+        return None if self.get(key) is None else self.number(key)
+
     def each(self, key: str, length: int, name: str | None = None) -> list[ConfigFields]:
         """The values of a list of this length, each as a field of its own, called `name` or like the
         list."""

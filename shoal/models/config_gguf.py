@@ -13,6 +13,7 @@ from shoal.kinds.rope import RopeConfig
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
+from shoal.models.config_layers import FULL, SLIDING
 from shoal.models.config_rope import yarn_attention_factor
 from shoal.models.registry import BY_GGUF
 
@@ -69,6 +70,8 @@ def config_from_gguf(
             f"{where}: rotates {rotated} of {head_dim} head dimensions; partial rotary embeddings are "
             "not supported"
         )
+    if architecture.layer_types is not None:
+        config |= _gguf_layer_types(values)
     config |= {
         **names.values,
         "architectures": [architecture.hf_class],
@@ -79,21 +82,36 @@ def config_from_gguf(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }
+    if names.derived is not None:
+        config |= names.derived(ConfigFields(config, where))
     parsed = config_from_json(config, where)
+    if parsed.norm == "zero_centred":  # llama.cpp's converter adds the 1
+        parsed = replace(parsed, norm="float32")
     rope, head_dim = parsed.attention.rope, parsed.attention.head_dim
     if rope_factors and rope is not None:
         if len(rope_factors) != head_dim // 2:
             raise CheckpointError(
                 f"{where}: {len(rope_factors)} rope factors for head_dim {head_dim}; it needs half as many"
             )
-        rope = RopeConfig(rope.theta, "factors", factors=rope_factors)
-    window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
+        parsed = parsed.with_attention(rope=RopeConfig(rope.theta, "factors", factors=rope_factors))
+    if architecture.layer_types is None:
+        window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
+        parsed = parsed.with_attention(window=window)
     return replace(
-        parsed.with_attention(rope=rope, window=window),
+        parsed,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
     )
+
+
+def _gguf_layer_types(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The window, and which layers have it: a flag of each layer, or a number n, if each n-th has none."""
+    pattern = values.get("attention.sliding_window_pattern")
+    of_layers = {"sliding_window": values.get("attention.sliding_window")}
+    if isinstance(pattern, list):
+        return of_layers | {"layer_types": [SLIDING if slides else FULL for slides in pattern]}
+    return of_layers | ({} if pattern is None else {"sliding_window_pattern": pattern})
 
 
 def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:

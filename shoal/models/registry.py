@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
     ernie4_5,
+    gemma3,
     glm4_moe,
     gpt_oss,
     granite,
@@ -39,6 +40,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     seed_oss.ARCHITECTURE,
     ernie4_5.ARCHITECTURE,
     muse_glimmer.ARCHITECTURE,
+    gemma3.GEMMA2,
+    gemma3.GEMMA3,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -99,7 +99,9 @@ PRE_TOKENIZERS = {
 
 # A chat model ends a turn with one of these tokens and a document with another. A file names only one of them
 # as end of text.
-END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
+END_TOKENS = frozenset(
+    {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
+)
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 

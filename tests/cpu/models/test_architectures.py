@@ -21,7 +21,7 @@ from shoal.weights.source import resolve
 from tests import tiny
 from tests.cpu.weights.test_weights_gguf import MODELS as GGUF_MODELS
 from tests.cpu.weights.test_weights_gguf import SIZES as GGUF_SIZES
-from tests.cpu.weights.test_weights_gguf import write_gguf
+from tests.cpu.weights.test_weights_gguf import ZERO_CENTRED, write_gguf
 from tests.tiny_families import FAMILIES, make_config
 
 COUNT = 12
@@ -131,9 +131,13 @@ def test_a_gguf_file_computes_what_transformers_computes_with_its_weights(
 ):
     """Q8_0 stays packed, where an architecture has no fused layers."""
     weights = write_gguf(tmp_path / "m.gguf", name, kind)
+    if name in ZERO_CENTRED:
+        weights = {key: weight - 1 if "norm" in key else weight for key, weight in weights.items()}
     config_class, changes = GGUF_MODELS[name]
     config = getattr(transformers, f"{config_class}Config")(**GGUF_SIZES | changes)
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     oracle.load_state_dict({key: torch.from_numpy(weight) for key, weight in weights.items()})
     prompt = random.Random(1).choices(range(96), k=40)
     fuse_layers, made = fused.fuse_layers, []

@@ -40,13 +40,21 @@ CHANGES = {
         mlp_bias=True,
     ),
 }
+GEMMA = dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=9)
+CHANGES |= {
+    "gemma2": dict(GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": dict(GEMMA, num_hidden_layers=7),
+}
+# an architecture's name in GGUF files -> the config class of its text model, where the class's name says so
+CONFIGS = {"gemma3": "Gemma3Text"}
 MODELS = {
-    name: (architecture.hf_class.removesuffix("ForCausalLM"), CHANGES.get(name, {}))
+    name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))
     for name, architecture in BY_GGUF.items()
 } | {"llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True))}
 NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
 PERMUTED = ("llama", "granite")
+ZERO_CENTRED = ("gemma2", "gemma3")  # the converter adds 1 to the weights of norms
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -101,7 +109,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
@@ -113,6 +122,11 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "query_pre_attn_scalar"):
+        writer.add_sliding_window(config.sliding_window)
+        if config.final_logit_softcapping is not None:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if hasattr(config, "logits_scaling"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -121,6 +135,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
 
 
 def write_tensor(writer, names, architecture, config, hf_name, weight, kind, expected) -> None:
+    if architecture in ZERO_CENTRED and "norm" in hf_name:
+        weight = weight + 1
     stored = weight
     if architecture in PERMUTED and ("q_proj" in hf_name or "k_proj" in hf_name):
         stored = permute(
