@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from shoal.kinds.attention import OutputGate, QueryScaling
 from shoal.kinds.experts import ExpertsKind
+from shoal.kinds.latent import LatentKind
 from shoal.kinds.quantization import Quantization
 from shoal.kinds.rope import RopeConfig
 
@@ -34,7 +35,7 @@ class AttentionKind:
     gate: OutputGate | None = None
     kv_layer: int | None = None  # the layer whose keys and values it reads; None: it has its own
 
-    planes: ClassVar[int] = 2  # of the cache: keys and values
+    planes: ClassVar[int] = 2  # the cache has keys and values
 
     @property
     def rotary_dim(self) -> int:
@@ -55,7 +56,9 @@ class LayerKind:
     """A description of a layer: everything in which the layers of a model differ. Layers of equal kinds have
     tensors of the same shapes and launch the same kernels."""
 
-    mixer: AttentionKind  # a layer with a recurrent state has another kind of mixer here
+    # The engine asks any of them for num_heads, num_kv_heads, head_dim, planes, rope, rotary_dim, window,
+    # kv_layer and kv_heads_per_rank.
+    mixer: AttentionKind | LatentKind
     experts: ExpertsKind | None = None  # None: a dense MLP of ModelConfig.intermediate_size
 
     def with_attention(self, **changes: Any) -> LayerKind:
@@ -99,7 +102,7 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> AttentionKind:
+    def attention(self) -> AttentionKind | LatentKind:
         """The attention of the first layer. All layers of the supported models have its heads."""
         return self.layers[0].mixer
 

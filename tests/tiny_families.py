@@ -211,6 +211,48 @@ FAMILIES |= {
         None,
     ),
 }
+LATENTS = dict(
+    num_key_value_heads=6,
+    kv_lora_rank=32,
+    q_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.5,
+)
+FAMILIES |= {
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        dict(
+            LATENTS,
+            q_lora_rank=None,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            rope_parameters=dict(YARN, rope_theta=10000.0, mscale=0.7, mscale_all_dim=0.5),
+        ),
+        None,
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        dict(
+            LATENTS,
+            first_k_dense_replace=2,
+            n_group=4,
+            topk_group=2,
+            attention_bias=True,
+            rope_parameters=dict(YARN, rope_theta=10000.0, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        None,
+    ),
+    "glm4-flash": ("Glm4MoeLiteConfig", dict(LATENTS, tie_word_embeddings=True), None),
+    "glm4-flash-halves": ("Glm4MoeLiteConfig", dict(LATENTS, rope_interleave=False), None),
+}
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -6,9 +6,9 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -60,4 +60,5 @@ class AttentionBackend(Protocol):
         ...
 
 
-Backends = Mapping[AttentionShape, AttentionBackend]
+# By AttentionShape, or by the LatentKind of layers whose backend is a LatentBackend (latent.py).
+Backends = Mapping[Hashable, Any]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from shoal.attention.backend import AttentionBackend, AttentionShape, Backends
+from shoal.attention.latent_select import latent_backend
 from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
+from shoal.kinds.latent import LatentKind
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ def select_backends(
     config: ResolvedConfig,
     device: torch.device,
     dtype: torch.dtype,
-    shapes: Iterable[AttentionShape],
+    shapes: Iterable[AttentionShape | LatentKind],
     holding: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Backends:
     """Returns the backends that `config` names, one for each of this rank's head shapes. holding: the region
@@ -52,4 +54,8 @@ def select_backends(
         from shoal.attention import flash
 
         build = flash.FlashInferBackend if name == "flashinfer" else flash.FlashAttentionBackend
-    return {shape: build(shape, *sizes) for shape in dict.fromkeys(shapes)}
+    build_latent = partial(latent_backend, name, config, device, dtype, holding)
+    return {
+        shape: build_latent(shape) if isinstance(shape, LatentKind) else build(shape, *sizes)
+        for shape in dict.fromkeys(shapes)
+    }

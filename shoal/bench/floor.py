@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.model_config import LayerKind, ModelConfig
+from shoal.kinds.latent import LatentKind
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,8 @@ class LayerWork:
 
     @classmethod
     def of(cls, model: ModelConfig, kind: LayerKind) -> LayerWork:
-        attention, experts, hidden = kind.mixer, kind.experts, model.hidden_size
-        heads, head_dim, kv_heads = attention.num_heads, attention.head_dim, attention.num_kv_heads
-        dense = hidden * head_dim * 2 * (heads + kv_heads)
+        experts, hidden = kind.experts, model.hidden_size
+        dense, kv_numbers, per_pair = _attention(kind.mixer, hidden)
         expert = num_experts = chosen = 0
         if experts is None:
             dense += 3 * hidden * model.intermediate_size
@@ -65,15 +65,7 @@ class LayerWork:
             chosen, dense = experts.router.top_k, dense + hidden * num_experts
             if experts.shared is not None:
                 dense += 3 * hidden * experts.shared.intermediate_size
-        return cls(
-            dense,
-            expert,
-            num_experts,
-            chosen,
-            2 * kv_heads * head_dim,
-            4 * heads * head_dim,
-            attention.window,
-        )
+        return cls(dense, expert, num_experts, chosen, kv_numbers, per_pair, kind.mixer.window)
 
     def seen(self, num_keys: int) -> int:
         """Returns how many of the keys up to its own a token sees."""
@@ -83,6 +75,21 @@ class LayerWork:
         """Returns how many pairs the tokens of a prompt of this length make with the keys that they see."""
         seen = self.seen(num_keys)
         return seen * (seen + 1) // 2 + (num_keys - seen) * seen
+
+
+def _attention(kind: AttentionKind | LatentKind, hidden: int) -> tuple[int, int, int]:
+    """Returns a layer's weights of attention, the cache's numbers of a token, and the operations for a pair
+    of query and key."""
+    heads = kind.num_heads
+    if isinstance(kind, AttentionKind):
+        head_dim, kv_heads = kind.head_dim, kind.num_kv_heads
+        return hidden * head_dim * 2 * (heads + kv_heads), 2 * kv_heads * head_dim, 4 * heads * head_dim
+    queries, rank = heads * kind.query_dim, kind.q_lora_rank
+    weights = hidden * queries if rank is None else rank * (hidden + queries)
+    weights += hidden * (kind.head_dim + heads * kind.v_head_dim)
+    weights += kind.kv_lora_rank * heads * (kind.qk_nope_head_dim + kind.v_head_dim)
+    # of the expanded form, which takes the fewest; decodes, which are absorbed, wait for memory
+    return weights, kind.head_dim, 2 * heads * (kind.query_dim + kind.v_head_dim)
 
 
 class Floor:

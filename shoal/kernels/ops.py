@@ -95,6 +95,20 @@ class Ops(Protocol):
 
     def gate_output(self, out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor: ...
 
+    def latent_norm_rope_store(
+        self,
+        a_TY: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        kv_weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        positions_T: torch.Tensor,
+        rows_T: torch.Tensor,
+        block_tables_RM: torch.Tensor,
+        cache: LayerCache,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]: ...
+
     def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...
 
     def keep_bits(self, logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None: ...

@@ -3,6 +3,7 @@
 from shoal.kernels.activation import embed, gate_mul, soft_cap
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
 from shoal.kernels.gate import gate_output
+from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
@@ -33,6 +34,7 @@ __all__ = [
     "join_parts",
     "keep_allowed",
     "keep_bits",
+    "latent_norm_rope_store",
     "linear",
     "linear_add",
     "linear_gated",

@@ -15,6 +15,7 @@ from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
+from shoal.kinds.latent import LatentKind
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.experts import Experts
 from shoal.layers.matrix import Holding, MatrixLayer
@@ -145,7 +146,7 @@ def rounded(value: float) -> float:
     return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu").item()
 
 
-def rope_table(attention: AttentionKind, max_position: int) -> torch.Tensor | None:
+def rope_table(attention: AttentionKind | LatentKind, max_position: int) -> torch.Tensor | None:
     """[max_position, rotary_dim] float32: cosines, then sines, of each position's angles, multiplied by
     the rope's attention factor. None: the layer has no rope."""
     if attention.rope is None:

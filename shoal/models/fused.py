@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal.kernels.cpu.linear import CpuWeight
+from shoal.layers.attention import Attention
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
 from shoal.model_config import AttentionKind, ModelConfig
@@ -28,6 +29,7 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
             return None
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, Attention)
         packed = []
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
             held = getattr(linear.format, "packed", None)

@@ -9,9 +9,8 @@ from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
-from shoal.layers.attention import Attention
 from shoal.layers.experts import MoE
-from shoal.layers.gated_attention import GatedAttention
+from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
@@ -31,8 +30,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
-        attention = Attention if kind.mixer.gate is None else GatedAttention
-        self.self_attn = attention(config, kind.mixer, tp, ops, backends)
+        self.self_attn = build_mixer(config, kind.mixer, tp, ops, backends)
         experts = kind.experts
         self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5,
     gemma3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     granite_swa,
@@ -42,6 +45,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     muse_glimmer.ARCHITECTURE,
     gemma3.GEMMA2,
     gemma3.GEMMA3,
+    deepseek_v2.ARCHITECTURE,
+    deepseek_v3.ARCHITECTURE,
+    glm4_moe_lite.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

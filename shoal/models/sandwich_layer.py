@@ -15,7 +15,7 @@ from shoal.layers.attention import Attention
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import add_normed, build_norm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import LayerKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
 
 class SandwichLayer(nn.Module):
@@ -26,6 +26,7 @@ class SandwichLayer(nn.Module):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
+        assert isinstance(kind.mixer, AttentionKind)
         self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
         self.mlp = MLP(config, tp, ops)
         size = config.hidden_size

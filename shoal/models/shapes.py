@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from shoal.attention.cpu import TorchBackend
+from shoal.attention.latent_cpu import TorchLatentBackend
 from shoal.kernels import reference
 from shoal.kernels.ops import Ops
-from shoal.layers.attention import attention_shape
+from shoal.kinds.latent import LatentKind
+from shoal.layers.mixer import mixer_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, build_layer
@@ -54,9 +56,10 @@ def _without_layers(config: ModelConfig) -> Decoder:
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> nn.Module:
-    shape = attention_shape(kind.mixer, 1)
+    shape = mixer_shape(kind.mixer, 1)
+    backend = TorchLatentBackend(shape) if isinstance(shape, LatentKind) else TorchBackend(shape)
     with torch.device("meta"):
-        return build_layer(config, kind, TensorParallel.single(), OPS, {shape: TorchBackend(shape)})
+        return build_layer(config, kind, TensorParallel.single(), OPS, {shape: backend})
 
 
 def _count(module: nn.Module) -> int:

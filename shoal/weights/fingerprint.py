@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.latent import LatentKind
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import AttentionKind, ModelConfig
 from shoal.weights.quantized import EVERY_DTYPE
@@ -126,10 +127,9 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     step = fields["decoder_sparse_step"] = math.gcd(*sparse) or 1
     every = range(step, config.num_layers + 1, step) if sparse else ()
     fields["mlp_only_layers"] = tuple(i - 1 for i in every if i not in sparse)
-    first = replace(attention, window=None)
+    first = _without_window(attention)
     if any(
-        replace(kind.mixer, window=None) != first or kind.experts not in (None, experts)
-        for kind in config.layers
+        _without_window(kind.mixer) != first or kind.experts not in (None, experts) for kind in config.layers
     ):
         fields["layers"] = tuple(asdict(kind) for kind in config.layers)
     return sorted(fields.items())
@@ -148,7 +148,11 @@ def _counting(value: ModelConfig | RopeConfig) -> dict[str, object]:
     return {name: own for name, own in asdict(value).items() if name in first or own != defaults[name]}
 
 
-def _plain_attention(attention: AttentionKind) -> AttentionKind:
+def _plain_attention(attention: AttentionKind | LatentKind) -> AttentionKind:
     """Returns the attention that the fields of a Qwen3 describe."""
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
     return AttentionKind(*heads, attention.scale, attention.rope, attention.window)
+
+
+def _without_window(kind: AttentionKind | LatentKind) -> AttentionKind | LatentKind:
+    return kind if isinstance(kind, LatentKind) else replace(kind, window=None)

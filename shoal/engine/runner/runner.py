@@ -37,7 +37,7 @@ from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
 from shoal.kernels.ops import select_ops
 from shoal.kernels.reference import FP8_MAX
 from shoal.kernels.state import StateLayout
-from shoal.layers.attention import attention_shape
+from shoal.layers.mixer import mixer_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
@@ -92,7 +92,7 @@ class ModelRunner:
                 config,
                 self.device,
                 self.dtype,
-                [attention_shape(kind.mixer, tp.size) for kind in model.layers],
+                [mixer_shape(kind.mixer, tp.size) for kind in model.layers],
                 # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self.regions.holding, "kv_cache"),
             )

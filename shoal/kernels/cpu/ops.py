@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
@@ -39,6 +40,7 @@ __all__ = [
     "join_parts",
     "keep_allowed",
     "keep_bits",
+    "latent_norm_rope_store",
     "linear",
     "linear_add",
     "linear_gated",

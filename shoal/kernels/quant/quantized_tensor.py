@@ -11,7 +11,7 @@ import torch
 def is_projection(name: str) -> bool:
     """Says if a checkpoint's tensor is a matrix of attention, an MLP or an expert: those are quantized.
     Embeddings, norms, the output head and a mixture's router are not."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 class QuantizedTensor(ABC):

@@ -14,7 +14,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.norm_kinds import add_normed
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import LayerKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.sandwich_layer import SandwichLayer
 
 
@@ -26,6 +26,7 @@ class MuseLayer(SandwichLayer):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__(replace(config, norm="zero_centred"), kind, tp, ops, backends)
+        assert isinstance(kind.mixer, AttentionKind)
         self.self_attn: GatedAttention = GatedAttention(config, kind.mixer, tp, ops, backends)
         assert config.post_norm_eps is not None
         for norm in (self.post_attention_layernorm, self.post_feedforward_layernorm):

@@ -81,6 +81,7 @@ class Olmo2Layer(nn.Module):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
+        assert isinstance(kind.mixer, AttentionKind)
         self.self_attn = Olmo2Attention(config, kind.mixer, tp, ops, backends)
         self.mlp = MLP(config, tp, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)

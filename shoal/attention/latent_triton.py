@@ -1,0 +1,194 @@
+"""The GPU's backend of latent attention: decodes and short prefills in the absorbed form, long ones in the
+expanded form, by what takes fewer operations. The kernels are in kernels/latent/.
+
+Shapes: T tokens of the step, H query heads of this rank; kernels/latent/reference.py has the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shoal.attention.latent import is_expanded_cheaper
+from shoal.attention.step_input import HostView, StepInput
+from shoal.attention.unpacked import UnpackedBlocks, plan_blocks
+from shoal.kernels.hopper import empty_matmul_input
+from shoal.kernels.latent.attention import LatentWorkspace, latent_attention, latent_tiles, num_row_tiles
+from shoal.kernels.latent.expanded import expanded_attention
+from shoal.kernels.latent.project import absorb_queries, project_values
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.rounding import cdiv
+from shoal.kinds.latent import LatentKind
+
+PROGRAMS_PER_SM = 2  # as many programs of latent_kernel run on an SM at once
+MIN_SPLIT = 128  # the fewest keys that are worth a program of their own
+# The most memory for keys and values made of cached latents. A step that would take more is absorbed.
+MAX_EXPANDED_BYTES = 1 << 29
+
+
+class TritonLatentBackend:
+    """LatentBackend in Triton. Steps that share it must run one after the other, because they share its
+    workspace."""
+
+    captures_mixed = True
+    share_from: int | None = None  # all heads read a key at once anyway
+
+    def __init__(
+        self,
+        kind: LatentKind,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """holding: the region for partial results, which need not outlive a step."""
+        self.kind, self.block_size, self.dtype = kind, block_size, dtype
+        on_gpu = device.type == "cuda"
+        # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
+        self.slots = num_sms * PROGRAMS_PER_SM
+        # Prefills may have tiles of the most rows.
+        block_m = latent_tiles(1 << 30, kind.kv_lora_rank, dtype).block_m
+        most = 3 * self.slots
+        self.workspace = LatentWorkspace.allocate(
+            most, self.slots, block_m, kind.kv_lora_rank, device, holding
+        )
+        key_bytes = kind.num_heads * (kind.qk_nope_head_dim + kind.v_head_dim) * dtype.itemsize
+        self.max_gathered = MAX_EXPANDED_BYTES // key_bytes  # cached tokens whose keys may be expanded
+        # The prefills of this step are expanded, with the latents of these blocks if they are not fresh.
+        self.expands = False
+        self.gathered: UnpackedBlocks | None = None
+
+    def splits(self, num_tiles: int, max_kv_len: int) -> int:
+        """Into how many programs the keys of a tile are split: two waves of programs if tiles alone do not
+        fill the GPU. Captured graphs get the same number each time."""
+        if num_tiles >= self.slots:
+            return 1
+        waves = 1 if 2 * num_tiles <= self.slots else 2
+        return max(1, min(waves * self.slots // num_tiles, cdiv(max_kv_len, MIN_SPLIT)))
+
+    def begin(self, step: StepInput) -> None:
+        """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
+        self.expands, self.gathered = False, None
+        host = step.host
+        if host is None or step.num_seqs == step.num_decodes:
+            return
+        if step.fresh_prefills:
+            self.expands = True
+        elif self._is_expanded_cheaper(step, host):
+            self.gathered = plan_blocks(step, host, self.block_size, self.max_gathered)
+            self.expands = self.gathered is not None
+
+    def _is_expanded_cheaper(self, step: StepInput, host: HostView) -> bool:
+        """Says whether most queries of the step's prefills belong to sequences for which it is."""
+        votes = 0
+        for s in range(step.num_decodes, step.num_seqs):
+            num_queries = host.query_starts[s + 1] - host.query_starts[s]
+            cheaper = is_expanded_cheaper(self.kind, num_queries, host.kv_lens[s])
+            votes += num_queries if cheaper else -num_queries
+        return votes > 0
+
+    def attend(
+        self,
+        q_THX: torch.Tensor,
+        latent_TN: torch.Tensor,
+        kv_b_HWC: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+    ) -> torch.Tensor:
+        out_THV = empty_matmul_input(q_THX, *q_THX.shape[:2], self.kind.v_head_dim)
+        absorbed = step.num_decode_tokens if self.expands else step.num_tokens
+        if absorbed:
+            self.attend_absorbed(q_THX[:absorbed], kv_b_HWC, cos_sin, cache, step, out_THV[:absorbed])
+        if self.expands:
+            self.attend_expanded(q_THX, latent_TN, kv_b_HWC, cos_sin, cache, step, out_THV)
+        return out_THV
+
+    def attend_absorbed(
+        self,
+        q_THX: torch.Tensor,
+        kv_b_HWC: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+        out_THV: torch.Tensor,
+    ) -> None:
+        """Writes out_THV of the decodes' tokens, and of the prefills' unless these are expanded."""
+        kind = self.kind
+        q_THN = absorb_queries(
+            q_THX, kv_b_HWC, cos_sin, step.positions_T, kind.interleaved, kind.query_scaling
+        )
+        sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
+        sequences = step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
+        if step.num_decodes:
+            block_m = latent_tiles(step.queries * kind.num_heads, kind.kv_lora_rank, self.dtype).block_m
+            num_tiles = step.num_decodes * cdiv(step.queries * kind.num_heads, block_m)
+            latent_attention(
+                q_THN,
+                cache,
+                sums_THC,
+                *sequences,
+                self.workspace,
+                kind.scale,
+                splits=self.splits(num_tiles, step.max_kv_len),
+                min_split=MIN_SPLIT,
+                num_seqs=step.num_decodes,
+                queries=step.queries,
+            )
+        num_prefills = step.num_seqs - step.num_decodes
+        if num_prefills and not self.expands:
+            # In a captured mixed step the empty places for decodes wrote zeros over some of these tokens.
+            num_tokens = step.max_prefill_tokens
+            block_m = latent_tiles(num_tokens * kind.num_heads, kind.kv_lora_rank, self.dtype).block_m
+            num_tiles = num_row_tiles(num_tokens, num_prefills, kind.num_heads, block_m)
+            latent_attention(
+                q_THN,
+                cache,
+                sums_THC,
+                *sequences,
+                self.workspace,
+                kind.scale,
+                splits=self.splits(num_tiles, step.max_kv_len),
+                min_split=MIN_SPLIT,
+                num_seqs=num_prefills,
+                first_seq=step.num_decodes,
+                num_tokens=num_tokens,
+            )
+        project_values(sums_THC, kv_b_HWC, out_THV)
+
+    def attend_expanded(
+        self,
+        q_THX: torch.Tensor,
+        latent_TN: torch.Tensor,
+        kv_b_HWC: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+        out_THV: torch.Tensor,
+    ) -> None:
+        """Writes out_THV of the prefills' tokens. Fresh prefills see their own latents alone."""
+        kind, latents_LN, key_starts_S = self.kind, latent_TN, step.query_starts_S
+        if self.gathered is not None:
+            latents_LN = cache.blocks[self.gathered.blocks_B[cache.table].long(), 0, 0].flatten(0, 1)
+            key_starts_S = self.gathered.firsts_S * self.block_size
+        kv_LY = torch.mm(latents_LN[:, : kind.kv_lora_rank], kv_b_HWC.flatten(0, 1).T)
+        expanded_attention(
+            q_THX,
+            kv_LY,
+            latents_LN,
+            out_THV,
+            cos_sin,
+            step.query_starts_S,
+            key_starts_S,
+            step.kv_lens_S,
+            kind.scale,
+            kind.interleaved,
+            kind.query_scaling,
+            first_seq=step.num_decodes,
+            num_tokens=step.max_prefill_tokens,
+        )

@@ -1,0 +1,30 @@
+"""The module of a layer's mixer, and the shape by which layers share a backend, for each kind of mixer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shoal.attention.backend import AttentionShape, Backends
+from shoal.kernels.ops import Ops
+from shoal.kinds.latent import LatentKind
+from shoal.layers.attention import Attention, attention_shape
+from shoal.layers.gated_attention import GatedAttention
+from shoal.layers.latent import LatentAttention, latent_shape
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import AttentionKind, ModelConfig
+
+MixerKind = AttentionKind | LatentKind
+
+
+def mixer_shape(kind: MixerKind, tp_size: int) -> AttentionShape | LatentKind:
+    """The key of the layer's backend on each rank."""
+    return latent_shape(kind, tp_size) if isinstance(kind, LatentKind) else attention_shape(kind, tp_size)
+
+
+def build_mixer(
+    config: ModelConfig, kind: MixerKind, tp: TensorParallel, ops: Ops, backends: Backends
+) -> nn.Module:
+    if isinstance(kind, LatentKind):
+        return LatentAttention(config, kind, tp, ops, backends)
+    attention = Attention if kind.gate is None else GatedAttention
+    return attention(config, kind, tp, ops, backends)

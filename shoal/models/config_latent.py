@@ -1,0 +1,68 @@
+"""From a config's fields to the LatentKind of its layers. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from shoal.errors import CheckpointError
+from shoal.kinds.attention import QueryScaling
+from shoal.kinds.latent import LatentKind
+from shoal.kinds.rope import RopeConfig
+from shoal.model_config import ModelConfig
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_rope import rope_values
+
+
+def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    """Returns the config with latent attention in every layer."""
+    rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
+    nope, rotary = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
+    if rotary % 2:
+        raise CheckpointError(
+            f"{fields.where}: qk_rope_head_dim must be even, got {rotary}; rotary embeddings need pairs"
+        )
+    bias = fields.flag("attention_bias")
+    if bias and rank is None:
+        raise CheckpointError(
+            f"{fields.where}: attention_bias must be false where q_lora_rank is null, got true; no published "
+            "model has both"
+        )
+    assert config.attention.rope is not None
+    # A config says which share of a key is rotated, and qk_rope_head_dim says how many numbers that are.
+    rope = replace(config.attention.rope, partial=1.0)
+    kind = LatentKind(
+        num_heads=config.attention.num_heads,
+        q_lora_rank=rank,
+        kv_lora_rank=fields.count("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rotary,
+        v_head_dim=fields.count("v_head_dim"),
+        scale=(nope + rotary) ** -0.5 * _scale_factor(rope, fields),
+        rope=rope,
+        interleaved=fields.flag("rope_interleave", True),
+        bias=bias,
+        query_scaling=_query_scaling(rope, fields),
+    )
+    return replace(config, layers=tuple(replace(layer, mixer=kind) for layer in config.layers))
+
+
+def _rope_fields(fields: ConfigFields) -> ConfigFields:
+    return ConfigFields(rope_values(fields), f"{fields.where}: rope")
+
+
+def _scale_factor(rope: RopeConfig, fields: ConfigFields) -> float:
+    """Scaled ropes also scale the scores, in addition to what they do to cosines and sines."""
+    given = _rope_fields(fields)
+    if rope.kind == "default" or not given.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.factor
+    mscale = 0.1 * given.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return mscale * mscale
+
+
+def _query_scaling(rope: RopeConfig, fields: ConfigFields) -> QueryScaling | None:
+    given = _rope_fields(fields)
+    if not given.get("llama_4_scaling_beta"):
+        return None
+    return QueryScaling(given.number("llama_4_scaling_beta"), rope.original_max_position_embeddings)

@@ -1,0 +1,64 @@
+"""DeepSeek V2 and V2-Lite: latent attention, and experts whose router is a softmax. Experts are chosen out of
+all, or out of the groups with the best expert (`topk_method`)."""
+
+from __future__ import annotations
+
+from shoal.errors import CheckpointError
+from shoal.kinds.experts import ExpertsKind, Router
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_experts import shared_experts, with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_latent import with_latents
+
+GROUPED = {"greedy": False, "group_limited_greedy": True}
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    method = fields.get("topk_method")
+    if not isinstance(method, str) or method not in GROUPED:
+        raise CheckpointError(
+            f"{fields.where}: topk_method must be {' or '.join(GROUPED)}, got {method!r:.80}; other routers "
+            "are not supported"
+        )
+    router = Router(
+        fields.count("num_experts_per_tok"),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        num_groups=fields.count("n_group") if GROUPED[method] else 1,
+        top_k_groups=fields.count("topk_group") if GROUPED[method] else 1,
+        group_score="maximum",
+        float32=True,
+    )
+    experts = ExpertsKind(
+        fields.count("n_routed_experts"),
+        fields.count("moe_intermediate_size"),
+        router,
+        shared=shared_experts(fields, "n_shared_experts"),
+    )
+    return with_experts(with_latents(config, fields), fields, experts)
+
+
+ARCHITECTURE = Architecture(
+    name="deepseek_v2",
+    hf_class="DeepseekV2ForCausalLM",
+    defaults={
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "topk_method": "greedy",
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+    },
+    read=read,
+)
