@@ -50,6 +50,16 @@ def mxfp4_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
         tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
 
 
+def rotary_dim(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """The share of each head that is rotated, as a size."""
+    config["rope_parameters"].pop("partial_rotary_factor", None)
+    old_rope(config, tensors)
+
+
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+GRANITE = dict(
+    attention_multiplier=0.21, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=0.4
+)
 GPT_OSS = dict(
     head_dim=16,
     num_local_experts=6,
@@ -139,6 +149,74 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
         "GptOssConfig",
         dict(GPT_OSS, num_hidden_layers=4, num_experts_per_tok=3, tie_word_embeddings=True),
         old_rope,
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        dict(num_local_experts=6, num_experts_per_tok=2, sliding_window=WINDOW),
+        None,
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        dict(head_dim=16, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
+        rotary_dim,
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", dict(EXPERTS, shared_expert_intermediate_size=48), None),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        dict(GRANITE, num_local_experts=6, num_experts_per_tok=2, intermediate_size=32),
+        None,
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        dict(
+            GRANITE,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+            shared_intermediate_size=48,
+        ),
+        None,
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=32, num_hidden_layers=4),
+        None,
+    ),
+    "olmoe": ("OlmoeConfig", dict(num_experts=6, num_experts_per_tok=2, intermediate_size=32), None),
+    "laguna": (
+        "LagunaConfig",
+        dict(
+            head_dim=16,
+            num_hidden_layers=4,
+            num_attention_heads_per_layer=[4, 8, 6, 4],
+            sliding_window=WINDOW,
+            layer_types=[FULL, SLIDING, SLIDING, FULL],
+            rope_parameters={
+                FULL: dict(YARN, rope_theta=500000.0, partial_rotary_factor=0.5),
+                SLIDING: dict(rope_type="default", rope_theta=10000.0),
+            },
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            moe_routed_scaling_factor=1.5,
+            moe_router_logit_softcapping=2.0,
+        ),
+        None,
+    ),
+    "laguna-elements": (
+        "LagunaConfig",
+        dict(
+            head_dim=16,
+            gating="per-element",
+            attention_bias=True,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+        ),
+        None,
     ),
     "glm4-moe": (
         "Glm4MoeConfig",

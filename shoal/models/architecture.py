@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
-from shoal.models.checkpoint_names import Stack
+from shoal.models.checkpoint_names import Stored
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, SLIDING
 from shoal.models.config_rope import SlidingRope
@@ -66,7 +66,7 @@ class Architecture:
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
     # a name within a layer that checkpoints have -> the decoder's name, or the parts of what has that name
-    tensors: Mapping[str, str | Stack] = field(default_factory=dict)
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
     # q and k rotate the pairs (2i, 2i + 1) of each head: rows are moved while they load, as the decoder
     # rotates the pairs (i, i + N/2)
     interleaved: bool = False

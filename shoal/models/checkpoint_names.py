@@ -30,6 +30,16 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor of a checkpoint with one row, which is a vector of this name."""
+
+    name: str
+
+
+Stored = str | Stack | Row  # how a checkpoint has a tensor; a name alone: as the decoder does
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A tensor for the decoder. `take` gets it out of the checkpoint's."""
 
@@ -38,7 +48,7 @@ class Part:
     take: Callable[[torch.Tensor], torch.Tensor]
 
 
-def split(name: str, shape: tuple[int, ...], stored: Mapping[str, str | Stack]) -> Iterator[Part]:
+def split(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> Iterator[Part]:
     """Returns the decoder's tensors that a checkpoint's tensor holds. Raises CheckpointError for a shape that
     has no room for them."""
     layer = LAYER.fullmatch(name)
@@ -52,6 +62,8 @@ def split(name: str, shape: tuple[int, ...], stored: Mapping[str, str | Stack]) 
         *experts, suffix = found.groups()
         if isinstance(target, Stack):
             yield from _parts(name, shape, target, layer[1], (suffix or ".weight")[1:])
+        elif isinstance(target, Row):
+            yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])
         else:
             yield Part(f"{layer[1]}{target.format(*experts)}{suffix or ''}", shape, lambda tensor: tensor)
         return

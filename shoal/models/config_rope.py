@@ -67,10 +67,13 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
     kind = own.get("rope_type") or own.get("type") or "default"
     if kind == "su" or (kind == "yarn" and own.get("long_factor")):
         kind = "longrope"  # Phi-3's first configs
+    share = fields.get("partial_rotary_factor")
+    if fields.get("rotary_dim") is not None:  # MiniMax
+        share = fields.count("rotary_dim") / head_dim
     rope = ConfigFields(
         {
             "rope_theta": fields.get("rope_theta"),
-            "partial_rotary_factor": fields.get("partial_rotary_factor"),
+            "partial_rotary_factor": share,
             **{key: value for key, value in own.items() if value is not None},
         },
         f"{where}: rope {kind!s:.80}",

@@ -14,7 +14,7 @@ from shoal.errors import CheckpointError
 from shoal.layers.experts import ExpertMatrix
 from shoal.layers.packed_weight import PackedWeight
 from shoal.models.checkpoint_names import Stack, split
-from shoal.models.families.gpt_oss import ARCHITECTURE
+from shoal.models.mixtures.gpt_oss import ARCHITECTURE
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
 from tests.tiny_families import write_family

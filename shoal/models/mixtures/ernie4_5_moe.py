@@ -1,0 +1,62 @@
+"""ERNIE 4.5 with experts: rotated pairs of neighbours, and a softmax router with a correction bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.kinds.experts import ExpertsKind, Router
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.checkpoint_names import Row
+from shoal.models.config_experts import shared_experts, with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.families import ernie4_5
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    router = Router(
+        fields.count("moe_k"),
+        renormalize=True,
+        eps=fields.number("moe_norm_min"),
+        float32=True,
+        correction=True,
+    )
+    experts = ExpertsKind(
+        fields.count("moe_num_experts"),
+        fields.count("moe_intermediate_size"),
+        router,
+        shared=shared_experts(fields, "moe_num_shared_experts"),
+    )
+    first, last = fields.count("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
+    last = config.num_layers - 1 if last in (None, -1) else fields.count("moe_layer_end_index", least=0)
+    config = with_experts(ernie4_5.read(config, fields), fields, experts)
+    layers = enumerate(config.layers)
+    return replace(
+        config,
+        layers=tuple(kind if first <= i <= last else replace(kind, experts=None) for i, kind in layers),
+    )
+
+
+ARCHITECTURE = Architecture(
+    name="ernie4_5_moe",
+    hf_class="Ernie4_5_MoeForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 1536,
+        "moe_layer_start_index": 1,
+        "moe_norm_min": 1e-12,
+    },
+    read=read,
+    renamed={"moe_layer_interval": "decoder_sparse_step"},
+    tensors={"mlp.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias")},
+    interleaved=True,
+)

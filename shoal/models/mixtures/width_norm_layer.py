@@ -1,0 +1,42 @@
+"""WidthNormLayer: a layer of the Llama line that norms all heads of q, and of k, together."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import LayerKind, ModelConfig
+from shoal.models.families.olmo2_layer import Olmo2Attention
+from shoal.models.layer import DecoderLayer
+
+
+class WidthNormAttention(Olmo2Attention):
+    """Olmo2Attention behind a norm."""
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        norm: RMSNorm,
+        step: StepInput,
+        cache: LayerCache,
+        cos_sin: torch.Tensor | None,
+        select_S: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what Attention.forward does."""
+        qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
+        out, residual = self.attend(self.normed(qkv), residual_TD, step, cache, cos_sin, select_S)
+        return (None if out is None else self.o_proj.add_to(out, residual)), residual
+
+
+class WidthNormLayer(DecoderLayer):
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    ) -> None:
+        super().__init__(config, kind, tp, ops, backends)
+        self.self_attn = WidthNormAttention(config, kind.mixer, tp, ops, backends)
