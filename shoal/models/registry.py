@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
-    deepseek_v2,
-    deepseek_v3,
     ernie4_5,
     gemma3,
-    glm4_moe_lite,
     granite,
     granite_swa,
     llama,
@@ -23,8 +20,11 @@ from shoal.models.families import (
     smollm3,
 )
 from shoal.models.mixtures import (
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5_moe,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite_moe,
     laguna,

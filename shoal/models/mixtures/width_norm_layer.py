@@ -10,7 +10,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import LayerKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.families.olmo2_layer import Olmo2Attention
 from shoal.models.layer import DecoderLayer
 
@@ -39,4 +39,5 @@ class WidthNormLayer(DecoderLayer):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__(config, kind, tp, ops, backends)
+        assert isinstance(kind.mixer, AttentionKind)
         self.self_attn = WidthNormAttention(config, kind.mixer, tp, ops, backends)

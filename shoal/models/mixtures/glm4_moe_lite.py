@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.models.architecture import Architecture
-from shoal.models.families.deepseek_v3 import read
+from shoal.models.mixtures.deepseek_v3 import read
 
 ARCHITECTURE = Architecture(
     name="glm4_moe_lite",
