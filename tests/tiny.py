@@ -171,7 +171,8 @@ def _oracle(folder: Path) -> torch.nn.Module:
 
 def model_class(config: transformers.PreTrainedConfig) -> Any:
     """...ForConditionalGeneration where the config nests a text model, else ...ForCausalLM."""
-    nests = hasattr(config, "text_config")
+    # transformers lists Mistral 4's causal model there
+    nests = hasattr(config, "text_config") or config.model_type == "mistral4"
     auto = transformers.AutoModelForImageTextToText if nests else transformers.AutoModelForCausalLM
     return auto._model_mapping[type(config)]
 

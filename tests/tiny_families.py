@@ -78,6 +78,14 @@ def gemma3_ropes(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
     del config["layer_types"]
 
 
+def kimi_names(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["text_config"]["model_type"] = "kimi_k2"
+    # transformers renames the vision tower's blocks when it writes, and the text model's layers with them
+    for key in [key for key in tensors if key.startswith("language_model.model.blocks.")]:
+        tensors[key.replace("blocks", "layers", 1)] = tensors.pop(key)
+
+
 # name -> config class of transformers, what differs from tiny.COMMON, and the publisher's layout
 FAMILIES: dict[str, tuple[str, dict[str, Any], Publish | None]] = {
     "seed-oss": ("SeedOssConfig", dict(head_dim=16, attention_out_bias=True), None),
@@ -329,6 +337,30 @@ FAMILIES |= {
         None,
     ),
     "glm4-flash": ("Glm4MoeLiteConfig", dict(LATENTS, tie_word_embeddings=True), None),
+    "mistral4": (
+        "Mistral4Config",
+        dict(
+            LATENTS,
+            qk_nope_head_dim=8,
+            n_group=2,
+            topk_group=1,
+            rope_parameters=dict(
+                YARN, rope_theta=10000.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
+            ),
+        ),
+        None,
+    ),
+    "kimi-k25": (
+        "Kimi_K25Config",
+        dict(
+            text_config=dict(
+                LATENTS, model_type="deepseek_v3", first_k_dense_replace=1, n_group=1, topk_group=1
+            ),
+            vision_config=dict(VISION, pos_emb_height=4, pos_emb_width=4),
+            projection_hidden_size=32,
+        ),
+        kimi_names,
+    ),
     "glm4-flash-halves": ("Glm4MoeLiteConfig", dict(LATENTS, rope_interleave=False), None),
 }
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.

@@ -63,6 +63,7 @@ class Architecture:
     # None: layers with a window have the rope of the others, unless the config keys it by layer type.
     sliding_rope: SlidingRope | None = None
     nested_in: tuple[str, ...] = ()  # multimodal classes whose text_config is one of this architecture
+    also_named: tuple[str, ...] = ()  # other model_types that such a text_config may have
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
     # a name within a layer that checkpoints have -> the decoder's name, or the parts of what has that name

@@ -95,7 +95,11 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
         for hf_class in (name, name.removesuffix("Model") + "ForCausalLM"):
             if hf_class in BY_HF_CLASS:
                 return BY_HF_CLASS[hf_class]
-        nested = [own for own in ARCHITECTURES if name in own.nested_in and model_type in (own.name, None)]
+        nested = [
+            own
+            for own in ARCHITECTURES
+            if name in own.nested_in and model_type in (own.name, None, *own.also_named)
+        ]
         if len(nested) == 1:
             return nested[0]
     if not names and model_type in BY_NAME:

@@ -11,6 +11,7 @@ from shoal.models.families import (
     llama,
     ministral3,
     mistral,
+    mistral4,
     muse_glimmer,
     olmo2,
     olmo3,
@@ -65,6 +66,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     deepseek_v2.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe_lite.ARCHITECTURE,
+    mistral4.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -52,4 +52,5 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     nested_in=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    also_named=("kimi_k2",),
 )

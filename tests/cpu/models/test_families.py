@@ -23,6 +23,7 @@ COUNT = 12
 ALSO_GIVEN = {
     "deepseek-v2": dict(num_experts_per_tok=6),
     "deepseek-v3": dict(num_attention_heads=128),
+    "kimi-k25": dict(num_attention_heads=128),
     "glm4-flash-halves": dict(num_attention_heads=20),
 }
 CLOSE = 1e-3  # of log-probabilities in float32
