@@ -124,15 +124,21 @@ class TritonBackend:
         selected: bool = False,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert sinks_H is None and self.softcap is None
         out_THN = empty_matmul_input(q_THN, *q_THN.shape)
         if step.num_decodes:
-            self.decode(q_THN, cache, step, out_THN)
+            self.decode(q_THN, cache, step, out_THN, sinks_H)
         if step.num_seqs > step.num_decodes:
-            self.prefill(q_THN, k_TGN, v_TGN, cache, step, out_THN, selected)
+            self.prefill(q_THN, k_TGN, v_TGN, cache, step, out_THN, selected, sinks_H)
         return out_THN
 
-    def decode(self, q_THN: torch.Tensor, cache: LayerCache, step: StepInput, out_THN: torch.Tensor) -> None:
+    def decode(
+        self,
+        q_THN: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+        out_THN: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+    ) -> None:
         """Writes out_THN of the decodes' tokens; an empty place gets zeros."""
         tables_RM = step.block_tables[cache.table]
         num_tiles = self.num_tiles(step.num_decodes, step.queries)
@@ -162,6 +168,7 @@ class TritonBackend:
                 parts,
                 self.scale,
                 queries=step.queries,
+                softcap=self.softcap,
             )
         decode_attention(
             q_THN,
@@ -179,6 +186,8 @@ class TritonBackend:
             max_parts=parts,
             num_cut=num_cut,
             queries=step.queries,
+            softcap=self.softcap,
+            sinks_H=sinks_H,
         )
 
     def prefill(
@@ -190,6 +199,7 @@ class TritonBackend:
         step: StepInput,
         out_THN: torch.Tensor,
         selected: bool,
+        sinks_H: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
@@ -217,4 +227,6 @@ class TritonBackend:
             splits=splits,
             min_split=MIN_PREFILL_SPLIT,
             workspace=self.prefill_workspace,
+            softcap=self.softcap,
+            sinks_H=sinks_H,
         )

@@ -593,7 +593,7 @@ def hopper_prefill_attention(
         taken,
         rows_S,
         block_tables_RM,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         work.shape[0],
         num_items,
         block_tables_RM.stride(0),

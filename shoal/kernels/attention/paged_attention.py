@@ -16,6 +16,7 @@ GROUP = H / G.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import next_power_of_2
 
-LOG2_E = 1.4426950408889634
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_INTERPRETED = triton.knobs.runtime.interpret  # what `triton.jit` sees in this process
 # A running maximum starts here. It is finite, so that a tile without any visible key adds 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
@@ -48,7 +50,11 @@ class AttentionTiles:
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     # These matmuls have no tensor cores. Small tiles limit the unrolled code and its registers.
     if dtype == torch.float32:
+        if head_dim > 256:
+            return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(16, 32 if head_dim <= 64 else 16, 4, 2)
+    if head_dim > 256:  # as many bytes as the tiles of half the size
+        return AttentionTiles(16, 16, 4, 3)
     return AttentionTiles(16, 32, 2 if head_dim <= 128 else 4, 3)
 
 
@@ -62,15 +68,32 @@ def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     if dtype == torch.float32:
+        if head_dim > 256:
+            return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(32, 32, 4, 2) if head_dim <= 64 else AttentionTiles(32, 16, 8, 2)
-    return AttentionTiles(128, 64, 8, 3) if head_dim <= 128 else AttentionTiles(64, 32, 8, 2)
+    if head_dim <= 128:
+        return AttentionTiles(128, 64, 8, 3)
+    if head_dim <= 256 and has_large_shared_memory():
+        return AttentionTiles(128, 64, 8, 2)
+    return large_head_tiles(head_dim)
+
+
+def large_head_tiles(head_dim: int) -> AttentionTiles:
+    """The tiles of heads of more than 128 numbers that fit in any GPU's shared memory."""
+    return AttentionTiles(64, 32 if head_dim <= 256 or has_large_shared_memory() else 16, 8, 2)
+
+
+@functools.cache
+def has_large_shared_memory() -> bool:
+    """Says if a program may have 227 KB, as from Hopper on, or about two thirds of that."""
+    return _INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def chunk_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     """The tiles of prefills so short that their keys are split: more and smaller programs."""
     if dtype != torch.float32 and head_dim <= 128:
         return AttentionTiles(64, 64, 4, 3)
-    return prefill_tiles(head_dim, dtype)
+    return prefill_tiles(head_dim, dtype) if dtype == torch.float32 else large_head_tiles(head_dim)
 
 
 # ------------------------------------------------------------------------------------------
@@ -90,7 +113,9 @@ def _load_blocks(table_ptr, keys, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
-    return blocks.to(tl.int64) * stride_block + (keys & (BLOCK_SIZE - 1)) * N
+    POWER_OF_2: tl.constexpr = BLOCK_SIZE & (BLOCK_SIZE - 1) == 0
+    slots = keys & (BLOCK_SIZE - 1) if POWER_OF_2 else keys % BLOCK_SIZE
+    return blocks.to(tl.int64) * stride_block + slots * N
 
 
 @triton.jit
@@ -100,7 +125,43 @@ def _as_plain(x, FP8: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr, FP8: tl.constexpr):
+def _soft_cap(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(score / SOFTCAP) of scores for exp2, which are log2(e) times as large. tanh(x) is
+    1 - 2 / (e^2x + 1), which is right for infinite powers, too."""
+    return SOFTCAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0))
+
+
+@triton.jit
+def _begin_softmax(
+    sinks_ptr, heads, takes_sink, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, N_PAD: tl.constexpr
+):
+    """Returns acc, total and highest before the first key. A sink is a key without a value. One program of a
+    query has it: `takes_sink`."""
+    acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=takes_sink, other=0.0)
+        total = tl.where(takes_sink, 1.0, 0.0)
+        highest = tl.where(takes_sink, sinks * LOG2_E, LOWEST)
+    else:
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    return acc, total, highest
+
+
+@triton.jit
+def _softmax_step(
+    acc,
+    total,
+    highest,
+    q,
+    k,
+    v,
+    visible,
+    scale_log2,
+    MASKED: tl.constexpr,
+    FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """Works on one tile of online softmax. `total` is the sum of exp2(score - highest), and `acc` is the sum
     of values with these weights."""
     WIDE: tl.constexpr = tl.float32 == q.dtype
@@ -108,6 +169,9 @@ def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.
     v = _as_plain(v, FP8, WIDE)
     q = q.to(k.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        scores = _soft_cap(scores * scale_log2, SOFTCAP)
+        scale_log2 = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
@@ -202,12 +266,13 @@ def _combine_splits(
 
 @triton.jit(
     do_not_specialize=["splits", "max_parts", "min_split"],
-    do_not_specialize_on_alignment=["scales_ptr", "rows_ptr", "kv_lens_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "sinks_ptr", "rows_ptr", "kv_lens_ptr"],
 )
 def decode_kernel(
     q_ptr,
     kv_ptr,
     scales_ptr,
+    sinks_ptr,
     out_ptr,
     rows_ptr,
     kv_lens_ptr,
@@ -234,6 +299,8 @@ def decode_kernel(
     CUT: tl.constexpr,
     LENGTHS: tl.constexpr,
     FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -338,9 +405,9 @@ def decode_kernel(
     kv_ptr += kv_head.to(tl.int64) * stride_head
     if FP8:
         scale_log2 *= tl.load(scales_ptr + kv_head)
-    acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    acc, total, highest = _begin_softmax(
+        sinks_ptr, kv_head * GROUP + rows % GROUP, is_row & (split == 0), HAS_SINKS, BLOCK_M, N_PAD
+    )
     begin = start + split * split_len
     end = tl.minimum(begin + split_len, stop)
     columns = tl.arange(0, BLOCK_N)
@@ -371,7 +438,9 @@ def decode_kernel(
             visible &= keys[None, :] <= query_pos
             if WINDOW > 0:
                 visible &= keys[None, :] > query_pos - WINDOW
-        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, True, FP8)
+        acc, total, highest = _softmax_step(
+            acc, total, highest, q, k, v, visible, scale_log2, True, FP8, SOFTCAP
+        )
     if FP8:
         acc *= tl.load(scales_ptr + num_kv_heads + kv_head)
     if QUERIES > 1:
@@ -453,6 +522,8 @@ def decode_attention(
     max_parts: int = 0,
     num_cut: int | None = None,
     queries: int = 1,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN of the queries of each sequence s < num_seqs: its last `queries` tokens, which are
     q_THN[s * queries] and the next ones.
@@ -493,6 +564,7 @@ def decode_attention(
         q_THN,
         cache_bytes(cache),
         scales_2G if fp8 else rows_S,  # nobody looks at rows_S there
+        sinks_H,
         out_THN,
         rows_S,
         kv_lens_S,
@@ -502,7 +574,7 @@ def decode_attention(
         workspace.partial,
         workspace.lse,
         workspace.arrived,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         q_THN.stride(0),
         block_tables_RM.stride(0),
         *kv_layer.stride()[:3],
@@ -517,6 +589,8 @@ def decode_attention(
         CUT=num_cut or 0,
         LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
         FP8=fp8,
+        SOFTCAP=softcap or 0.0,
+        HAS_SINKS=has_sinks(sinks_H),
         QUERIES=queries,
         TILE_QUERIES=tile_queries,
         BLOCK_M=max(tiles.block_m, rows),
@@ -530,6 +604,11 @@ def decode_attention(
         maxnreg=tiles.max_registers,
         **pdl_options(),
     )
+
+
+def has_sinks(sinks_H: torch.Tensor | None) -> bool:
+    assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
+    return sinks_H is not None
 
 
 def cache_bytes(cache: LayerCache) -> torch.Tensor:
@@ -596,6 +675,7 @@ def _attend_range(
     PAGED: tl.constexpr,
     MASKED: tl.constexpr,
     FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Does online softmax over the keys [begin, end). Without MASKED, these must be whole tiles of keys, and
     every query must see all of them."""
@@ -624,7 +704,9 @@ def _attend_range(
             visible = keys[None, :] <= query_pos[:, None]
             if WINDOW > 0:
                 visible &= keys[None, :] > query_pos[:, None] - WINDOW
-        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED, FP8)
+        acc, total, highest = _softmax_step(
+            acc, total, highest, q, k, v, visible, scale_log2, MASKED, FP8, SOFTCAP
+        )
     return acc, total, highest
 
 
@@ -650,13 +732,14 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["first_seq", "num_seqs", "num_tiles", "splits", "min_split"],
-    do_not_specialize_on_alignment=["scales_ptr", "starts_ptr", "kv_lens_ptr", "rows_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "sinks_ptr", "starts_ptr", "kv_lens_ptr", "rows_ptr"],
 )
 def prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     scales_ptr,
+    sinks_ptr,
     out_ptr,
     starts_ptr,
     kv_lens_ptr,
@@ -684,6 +767,8 @@ def prefill_kernel(
     PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
     FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -709,7 +794,7 @@ def prefill_kernel(
         return
     kv_len = tl.load(kv_lens_ptr + seq)
     first_pos = kv_len - query_len + first_query
-    # Keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, and
+    # Keys [begin, middle) are in some windows only, [middle, diagonal) are seen by all queries, and
     # [diagonal, end) by some.
     middle = 0
     diagonal = (first_pos + 1) // BLOCK_N * BLOCK_N
@@ -730,7 +815,8 @@ def prefill_kernel(
     dims = tl.arange(0, N_PAD)
     queries = first_query + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
-    mask = ((rows < BLOCK_Q * GROUP) & (queries < query_len))[:, None] & (dims < N)[None, :]
+    is_row = (rows < BLOCK_Q * GROUP) & (queries < query_len)
+    mask = is_row[:, None] & (dims < N)[None, :]
     tokens = (query_start + queries).to(tl.int64)
     q = tl.load(q_ptr + (tokens * stride_q + heads * N)[:, None] + dims[None, :], mask=mask, other=0.0)
     query_pos = kv_len - query_len + queries
@@ -745,12 +831,12 @@ def prefill_kernel(
     if FP8:
         scale_log2 *= tl.load(scales_ptr + kv_head)
 
-    acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    acc, total, highest = _begin_softmax(sinks_ptr, heads, is_row & (split == 0), HAS_SINKS, BLOCK_M, N_PAD)
     if WINDOW > 0:
-        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        middle = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, diagonal)
+        # Tiles begin with the first key of a window, because blocks before it may be other sequences' by now.
+        begin = tl.maximum(first_pos - WINDOW + 1, 0)
+        middle = begin + tl.cdiv(tl.maximum(end - WINDOW - begin, 0), BLOCK_N) * BLOCK_N
+        diagonal = middle + tl.maximum(first_pos + 1 - middle, 0) // BLOCK_N * BLOCK_N
         acc, total, highest = _attend_range(
             acc,
             total,
@@ -761,7 +847,7 @@ def prefill_kernel(
             table_ptr,
             query_pos,
             begin,
-            middle,
+            tl.minimum(middle, end),
             scale_log2,
             stride_k,
             N,
@@ -772,6 +858,7 @@ def prefill_kernel(
             PAGED,
             True,
             FP8,
+            SOFTCAP,
         )
     acc, total, highest = _attend_range(
         acc,
@@ -794,6 +881,7 @@ def prefill_kernel(
         PAGED,
         False,
         FP8,
+        SOFTCAP,
     )
     acc, total, highest = _attend_range(
         acc,
@@ -816,6 +904,7 @@ def prefill_kernel(
         PAGED,
         True,
         FP8,
+        SOFTCAP,
     )
     if FP8:
         acc *= tl.load(scales_ptr + G + kv_head)
@@ -872,6 +961,8 @@ def prefill_attention(
     splits: int = 1,
     min_split: int = 512,
     workspace: PrefillWorkspace | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN for the sequences from `first_seq` on. They have at most `num_tokens` queries together.
 
@@ -914,6 +1005,7 @@ def prefill_attention(
         k,
         v,
         scales_2G if fp8 else rows_S,
+        sinks_H,
         out_THN,
         query_starts_S,
         kv_lens_S,
@@ -922,7 +1014,7 @@ def prefill_attention(
         partial,
         lse,
         arrived,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         q_THN.stride(0),
         block_tables_RM.stride(0),
         k.stride(0),
@@ -941,6 +1033,8 @@ def prefill_attention(
         PAGED=paged,
         SPLIT=splits > 1,
         FP8=fp8,
+        SOFTCAP=softcap or 0.0,
+        HAS_SINKS=has_sinks(sinks_H),
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=block_m // group,

@@ -21,7 +21,7 @@ from shoal.kernels.attention.paged_attention import (
     DecodeWorkspace,
     _attend_range,
     cache_bytes,
-    prefill_tiles,
+    chunk_tiles,
     queries_per_tile,
 )
 from shoal.kernels.layer_cache import LayerCache
@@ -39,7 +39,7 @@ def prefix_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     return (
         AttentionTiles(64, 64, 4, 3)
         if dtype != torch.float32 and head_dim <= 128
-        else prefill_tiles(head_dim, dtype)
+        else chunk_tiles(head_dim, dtype)
     )
 
 
@@ -72,6 +72,7 @@ def prefix_kernel(
     MAX_DECODE_GROUPS: tl.constexpr,
     MIN_STEPS: tl.constexpr,
     FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,6 +169,7 @@ def prefix_kernel(
             True,
             False,
             FP8,
+            SOFTCAP,
         )
         acc, total, highest = _attend_range(
             acc,
@@ -190,6 +192,7 @@ def prefix_kernel(
             True,
             True,
             FP8,
+            SOFTCAP,
         )
         if FP8:
             acc *= tl.load(scales_ptr + G + kv_head)
@@ -221,6 +224,7 @@ def prefix_attention(
     scale: float,
     tiles: AttentionTiles | None = None,
     queries: int = 1,
+    softcap: float | None = None,
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
     the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
@@ -251,7 +255,7 @@ def prefix_attention(
         workspace.partial,
         workspace.lse,
         workspace.parts,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         q_THN.stride(0),
         block_tables_RM.stride(0),
         *kv_layer.stride()[:3],
@@ -264,6 +268,7 @@ def prefix_attention(
         MAX_DECODE_GROUPS=MAX_DECODE_GROUPS,
         MIN_STEPS=max(1, MIN_PART // tiles.block_n),
         FP8=scales_2G is not None,
+        SOFTCAP=softcap or 0.0,
         QUERIES=queries,
         TILE_QUERIES=tile_queries,
         BLOCK_M=block_m,

@@ -115,7 +115,19 @@ class Case:
         )
         self.scale = head_dim**-0.5
         self.scales_2G: torch.Tensor | None = None
+        self.softcap: float | None = None
+        self.sinks_H: torch.Tensor | None = None
         self.tolerance = TOLERANCE[dtype]
+
+    def give_back(self, window: int | None) -> None:
+        """The blocks behind each sequence's window are other sequences' now. Reading one would crash."""
+        step = self.step
+        for row, kv_len, query_len in zip(
+            step.rows_S.tolist(), step.kv_lens_S.tolist(), step.query_starts_S.diff().tolist(), strict=True
+        ):
+            if window is not None and row >= 0:
+                first_seen = max(kv_len - query_len - window + 1, 0)
+                self.block_tables_RM[row, : first_seen // self.kv_layer.shape[3]] = 2**30
 
     def in_fp8(self, seed: int = 0) -> Case:
         """The same step over a cache of fp8 numbers, with scales of each head's own. Its unused slots hold NaN
@@ -148,6 +160,8 @@ class Case:
             self.block_tables_RM,
             self.scale,
             window,
+            self.softcap,
+            self.sinks_H,
         )
 
     def poisoned(self) -> torch.Tensor:
@@ -214,6 +228,7 @@ class Case:
             num_rows * splits, num_rows, head_dim, torch.device("cpu")
         )
         out = self.poisoned()
+        self.give_back(window)
         decode_attention(
             self.q,
             self.cache(window),
@@ -229,6 +244,8 @@ class Case:
             min_split=16,
             num_cut=num_cut,
             queries=self.step.queries,
+            softcap=self.softcap,
+            sinks_H=self.sinks_H,
         )
         self.check(out, window)
         return workspace
@@ -242,6 +259,7 @@ class Case:
         workspace: PrefillWorkspace | None = None,
     ) -> None:
         out, step = self.poisoned(), self.step
+        self.give_back(window)
         prefill_attention(
             self.q,
             self.k,
@@ -260,6 +278,8 @@ class Case:
             splits=splits,
             min_split=16,
             workspace=workspace,
+            softcap=self.softcap,
+            sinks_H=self.sinks_H,
         )
         self.check(out, window)
 

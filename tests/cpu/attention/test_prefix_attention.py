@@ -74,6 +74,7 @@ def cascade(
         case.scale,
         tiles,
         queries=case.step.queries,
+        softcap=case.softcap,
     )
     decode_attention(
         case.q,
@@ -92,6 +93,8 @@ def cascade(
         max_parts=max_parts,
         num_cut=num_cut,
         queries=case.step.queries,
+        softcap=case.softcap,
+        sinks_H=case.sinks_H,
     )
     case.check(out)
     assert not workspace.arrived.any()
