@@ -25,12 +25,13 @@ from shoal.attention.triton import MIN_SPLIT, TritonBackend
 from shoal.kernels.attention.paged_attention import (
     AttentionTiles,
     DecodeWorkspace,
+    chunk_tiles,
     decode_attention,
     decode_tiles,
     prefill_attention,
     prefill_tiles,
 )
-from shoal.kernels.attention.prefix_attention import prefix_attention, prefix_tiles
+from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.state import MAX_DECODE_GROUPS, DecodeGroupField
 
@@ -342,7 +343,7 @@ def shared_case(
     same_blocks, step.step = graphed_microseconds(step.attend, num_layers), kernel_input
     sms, parts = step.backend.num_sms, prefix_parts(num_seqs, 8, step.backend.num_sms)
     step.workspace = DecodeWorkspace.allocate(num_seqs * num_heads * (64 + 64), num_seqs * 8, 128, DEVICE)
-    cuts = [(prefix_tiles(128, BF16), PREFIX_PROGRAMS_PER_SM * sms, parts)]
+    cuts = [(chunk_tiles(128, BF16), PREFIX_PROGRAMS_PER_SM * sms, parts)]
     if not quick:
         cuts += [
             (tiles, waves * sms, max(1, int(x * parts)))

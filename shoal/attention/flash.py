@@ -40,6 +40,13 @@ def require_half(option: str, dtype: torch.dtype) -> None:
         )
 
 
+def refuse_sinks(option: str, sinks_H: torch.Tensor | None) -> None:
+    if sinks_H is not None:
+        raise ConfigError(
+            f"attention_backend {option!r} has no sinks, which this model's layers have; choose 'triton'"
+        )
+
+
 class FlashAttentionBackend(TritonBackend):
     """flash-attn 2. Prefills that follow a cached prefix take its paged path, which needs blocks of a
     multiple of 256 tokens."""
@@ -74,7 +81,8 @@ class FlashAttentionBackend(TritonBackend):
             step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
         )
         rows_S = step.rows_S[prefills].long()
-        self.block_tables = [tables_RM[rows_S] for tables_RM in step.block_tables]
+        # Blocks that were given back are behind windows, so whichever block is read does not count.
+        self.block_tables = [tables_RM[rows_S].clamp(min=0) for tables_RM in step.block_tables]
 
     def prefill(
         self,
@@ -85,7 +93,9 @@ class FlashAttentionBackend(TritonBackend):
         step: StepInput,
         out_THN: torch.Tensor,
         selected: bool,
+        sinks_H: torch.Tensor | None,
     ) -> None:
+        refuse_sinks("flash_attn", sinks_H)
         first = step.num_decode_tokens
         if k_TGN is None or v_TGN is None or not step.fresh_prefills:
             k, v = cache.blocks.transpose(2, 3).unbind(1)
@@ -101,6 +111,7 @@ class FlashAttentionBackend(TritonBackend):
             self.max_query_len,
             step.max_kv_len,
             softmax_scale=self.scale,
+            softcap=self.softcap or 0.0,
             causal=True,
             window_size=(cache.window - 1 if cache.window else -1, -1),
             **paged,
@@ -140,21 +151,23 @@ class FlashInferBackend(TritonBackend):
         assert step.host is not None  # captures_mixed is False
         first = step.num_decodes
         lens = torch.tensor(step.host.kv_lens[first:], dtype=torch.int32)
-        num_blocks_S = (lens + self.block_size - 1) // self.block_size
+        block_size = cache.blocks.shape[3]
+        num_blocks_S = (lens + block_size - 1) // block_size
         tables_SM = step.block_tables[cache.table][step.rows_S[first:].long()]
         used = torch.arange(tables_SM.shape[1]) < num_blocks_S[:, None]
         starts = torch.tensor(step.host.query_starts[first:], dtype=torch.int32) - step.num_decode_tokens
         self.wrapper.plan(
             starts,
             torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)),
-            tables_SM[used.to(tables_SM.device)],
-            (lens - 1) % self.block_size + 1,
+            tables_SM[used.to(tables_SM.device)].clamp(min=0),  # blocks that were given back don't count
+            (lens - 1) % block_size + 1,
             self.shape.num_heads,
             self.shape.num_kv_heads,
             self.shape.head_dim,
-            self.block_size,
+            block_size,
             causal=True,
             sm_scale=self.scale,
+            logits_soft_cap=self.softcap,
             window_left=cache.window - 1 if cache.window else -1,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
@@ -170,7 +183,9 @@ class FlashInferBackend(TritonBackend):
         step: StepInput,
         out_THN: torch.Tensor,
         selected: bool,
+        sinks_H: torch.Tensor | None,
     ) -> None:
+        refuse_sinks("flashinfer", sinks_H)
         if self.planned != (cache.window, cache.table):
             self.plan(step, cache)
         first = step.num_decode_tokens

@@ -6,7 +6,7 @@ import torch
 
 from shoal.attention.backend import AttentionShape
 from shoal.attention.step_input import StepInput
-from shoal.attention.unpacked import UnpackedBlocks, plan_blocks
+from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
 from shoal.kernels.attention.fp8_cache import unpack_blocks
 from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.layer_cache import LayerCache
@@ -24,27 +24,30 @@ class HopperPrefill:
     def __init__(
         self,
         shape: AttentionShape,
-        block_size: int,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
         fp8_cache: bool,
         num_sms: int,
     ) -> None:
-        self.is_supported = HAS_GLUON and hopper.is_supported(device, dtype, shape.head_dim, block_size)
-        self.shape, self.block_size, self.max_model_len = shape, block_size, max_model_len
+        self.is_supported = HAS_GLUON and hopper.is_supported(device, dtype, shape.head_dim, shape.softcap)
+        self.shape, self.max_model_len = shape, max_model_len
         self.fp8_cache, self.num_sms = fp8_cache, num_sms
         # The tiles of the step's prefills, if the kernel gets them; those with selected tokens come first.
         self.work: torch.Tensor | None = None
         self.selected_work = 0  # how many tiles have selected tokens
-        self.unpacked: UnpackedBlocks | None = None  # for prefills from an fp8 cache
+        # for prefills from an fp8 cache: the step's blocks, by block table
+        self.unpacked: dict[int, UnpackedBlocks] = {}
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
     def begin(self, step: StepInput) -> None:
         """Orders the work of a large step's prefills."""
         self.work = None
+        self.unpacked.clear()
         host = step.host
         if not self.is_supported or host is None or step.max_prefill_tokens < HOPPER_FROM:
+            return
+        if self.fp8_cache and not fit_unpacked(step, host, self.max_model_len):
             return
         work, self.selected_work = hopper.prefill_work(
             host.query_starts,
@@ -53,19 +56,23 @@ class HopperPrefill:
             self.shape.num_heads // self.shape.num_kv_heads,
             host.selected_tokens,
         )
-        if self.fp8_cache:
-            self.unpacked = plan_blocks(step, host, self.block_size, self.max_model_len)
-            if self.unpacked is None:
-                return
         on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
         self.work = on_device.view(work.shape)
 
     def takes(self, cache: LayerCache) -> bool:
         """Says if the kernel computes the step's prefills in a layer of this cache."""
-        return self.work is not None and cache.window is None
+        if self.work is None or cache.window is not None:
+            return False
+        return cache.scales_2G is not None or hopper.takes_blocks(cache.blocks)
 
     def prefill(
-        self, q_THN: torch.Tensor, cache: LayerCache, step: StepInput, out_THN: torch.Tensor, selected: bool
+        self,
+        q_THN: torch.Tensor,
+        cache: LayerCache,
+        step: StepInput,
+        out_THN: torch.Tensor,
+        selected: bool,
+        sinks_H: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the prefills' tokens, or of the tiles that have selected ones."""
         assert self.work is not None
@@ -74,9 +81,22 @@ class HopperPrefill:
             return
         blocks, rows_S, tables_RM = cache.blocks, step.rows_S, step.block_tables[cache.table]
         if cache.scales_2G is not None:
-            assert self.unpacked is not None
-            blocks = unpack_blocks(cache, self.unpacked.blocks_B[cache.table], q_THN.dtype)
-            rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
+            unpacked = self.unpacked.get(cache.table)
+            if unpacked is None:
+                assert step.host is not None
+                unpacked = plan_blocks(step, step.host, cache.table, blocks.shape[3])
+                self.unpacked[cache.table] = unpacked
+            blocks = unpack_blocks(cache, unpacked.blocks_B, q_THN.dtype)
+            rows_S, tables_RM = unpacked.firsts_S, unpacked.table_B1
         hopper.hopper_prefill_attention(
-            q_THN, blocks, out_THN, work, self.taken, rows_S, tables_RM, self.shape.scale, self.num_sms
+            q_THN,
+            blocks,
+            out_THN,
+            work,
+            self.taken,
+            rows_S,
+            tables_RM,
+            self.shape.scale,
+            self.num_sms,
+            sinks_H,
         )

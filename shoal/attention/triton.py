@@ -67,12 +67,12 @@ class TritonBackend:
         """holding: the region for partial results, which need not outlive a step. queries: the most tokens of
         a decode in one step."""
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.fp8_cache, self.block_size = fp8_cache, block_size
+        self.fp8_cache = fp8_cache
         self.scale, self.softcap, self.num_kv_heads = shape.scale, shape.softcap, num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.hopper = HopperPrefill(shape, block_size, max_model_len, device, dtype, fp8_cache, self.num_sms)
+        self.hopper = HopperPrefill(shape, max_model_len, device, dtype, fp8_cache, self.num_sms)
         self.group = num_heads // num_kv_heads
 
         # Number of queries that share a tile, by the number of queries of a decode.
@@ -97,9 +97,10 @@ class TritonBackend:
             device,
             holding,
         )
-        self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # per tile with splits
+        # per tile with splits
+        self.chunk_queries = chunk_rows(self.group, head_dim, dtype, fp8_cache) // self.group
         self.prefill_workspace = PrefillWorkspace.allocate(
-            self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device, holding
+            self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device, holding, fp8_cache
         )
 
     def num_tiles(self, num_seqs: int, queries: int) -> int:
@@ -204,7 +205,7 @@ class TritonBackend:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
         if self.hopper.takes(cache):
-            self.hopper.prefill(q_THN, cache, step, out_THN, selected)
+            self.hopper.prefill(q_THN, cache, step, out_THN, selected, sinks_H)
             return
         paged, splits = k_TGN is None or cache.scales_2G is not None or not step.fresh_prefills, 1
         if paged and cache.window is None:

@@ -32,6 +32,7 @@ class Compiled:
     registers: int
     spilled: int  # bytes of stack a thread
     shared: int  # bytes a block
+    spills_in_loops: int = 0  # instructions in loops with matmuls of tensor cores that load or store spills
     error: str = ""  # what the compiler said, if it failed
 
 
@@ -87,6 +88,27 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(re.findall(r"REG:(\d+)", text)[-1]), int(re.findall(r"STACK:(\d+)", text)[-1])
 
 
+def _spills_in_loops(cubin: bytes) -> int:
+    """Counts loads and stores of local memory between a label and a jump back to it."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        lines = subprocess.run(
+            [str(tool), file.name], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
+    spills: set[int] = set()
+    for end, line in enumerate(lines):
+        jump = re.search(r"\bBRA.*`\((\.L_\w+)\)", line)
+        start = end if jump is None else labels.get(jump[1], end)
+        if start < end and any("MMA" in inner for inner in lines[start:end]):
+            spills |= {i for i in range(start, end) if re.search(r"\b(LDL|STL)\b", lines[i])}
+    return len(spills)
+
+
 def _compile_all(path: str) -> dict[str, list[dict]]:
     import importlib.util
 
@@ -108,10 +130,13 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
             kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:  # noqa: BLE001 -- whatever the compiler raises is the finding
             launched.append(
-                Compiled(self.__name__, driver.capability, 0, 0, 0, 0, f"{type(error).__name__}: {error}")
+                Compiled(
+                    self.__name__, driver.capability, 0, 0, 0, 0, error=f"{type(error).__name__}: {error}"
+                )
             )
             return None
-        registers, spilled = _resources(kernel.asm["cubin"])
+        cubin = kernel.asm["cubin"]
+        registers, spilled = _resources(cubin)
         launched.append(
             Compiled(
                 self.__name__,
@@ -120,6 +145,7 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
                 registers,
                 spilled,
                 kernel.metadata.shared,
+                _spills_in_loops(cubin) if spilled else 0,
             )
         )
         return kernel

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.attention.paged_attention import LOG2_E
+from shoal.kernels.attention.paged_attention import LOG2_E, has_sinks
 from shoal.kernels.hopper import barrier, is_hopper
 
 ROWS: gl.constexpr = gl.constexpr(128)  # (query, head) pairs of an item, half of them each warpgroup's
@@ -45,12 +45,23 @@ BOX = 16  # a TMA box: lines that one instruction fetches, if a cache block has 
 TILE_LAYOUT, QUERY_LAYOUT = (gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3))
 
 
-def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
+def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
     return (
         is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
-        and block_size >= 8
+        and softcap is None
+    )
+
+
+def takes_blocks(kv_layer: torch.Tensor) -> bool:
+    """Says if boxes tile the blocks, [blocks, 2, G, block_size, N], and all strides are whole lines."""
+    num_blocks, _, _, block_size, head_dim = kv_layer.shape
+    return (
+        block_size >= 8
+        and block_size % min(block_size, BOX) == 0
+        and all(stride % head_dim == 0 for stride in kv_layer.stride()[:3])
+        and num_blocks * kv_layer.stride(0) // head_dim < 2**31  # TMA's coordinates
     )
 
 
@@ -305,10 +316,12 @@ def _attend(
     q_bars,
     kv_bars,
     turns,
+    sinks_ptr,
     scale_log2,
     H: gl.constexpr,
     HEADS: gl.constexpr,
     N: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each item's rows."""
@@ -334,10 +347,13 @@ def _attend(
         _await(k_ready, count)
         scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, count, scores_layout)])
         mbarrier.arrive(k_free.index(count % STAGES))
-        highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
-        scores, highest, total, _ = _softmax(
-            scores, highest, gl.zeros_like(highest), 0, positions, scale_log2, True
-        )
+        total = gl.full([M], 1.0 if HAS_SINKS else 0.0, gl.float32, gl.SliceLayout(1, scores_layout))
+        if HAS_SINKS:  # It is a key without a value.
+            rows = gl.arange(0, M, gl.SliceLayout(1, scores_layout))
+            highest = gl.load(sinks_ptr + head + rows % HEADS) * LOG2_E
+        else:
+            highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
+        scores, highest, total, _ = _softmax(scores, highest, total, 0, positions, scale_log2, True)
         weights = _as_operand(scores, dtype, weights_layout)
         acc = gl.zeros([M, N], gl.float32, acc_layout)
         count += 1
@@ -410,7 +426,7 @@ def _attend(
 
 @gluon.jit(
     do_not_specialize=["num_tiles", "num_items", "num_lines"],
-    do_not_specialize_on_alignment=["work_ptr", "taken_ptr", "rows_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["work_ptr", "taken_ptr", "rows_ptr", "table_ptr", "sinks_ptr"],
 )
 def hopper_prefill_kernel(
     q_desc,
@@ -421,6 +437,7 @@ def hopper_prefill_kernel(
     taken_ptr,
     rows_ptr,
     table_ptr,
+    sinks_ptr,
     scale_log2,
     num_tiles,
     num_items,
@@ -435,6 +452,7 @@ def hopper_prefill_kernel(
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BOX: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """Items are pairs (HEADS heads, tile of ROWS / HEADS queries), with the heads in the outer order. So
     programs that run side by side read the same keys, from the L2 cache."""
@@ -464,11 +482,43 @@ def hopper_prefill_kernel(
         [
             (
                 _attend,
-                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, HEADS, N, 0),
+                (
+                    out_ptr,
+                    note,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    q_bars,
+                    kv_bars,
+                    turns,
+                    sinks_ptr,
+                    scale_log2,
+                    H,
+                    HEADS,
+                    N,
+                    HAS_SINKS,
+                    0,
+                ),
             ),
             (
                 _attend,
-                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, HEADS, N, 1),
+                (
+                    out_ptr,
+                    note,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    q_bars,
+                    kv_bars,
+                    turns,
+                    sinks_ptr,
+                    scale_log2,
+                    H,
+                    HEADS,
+                    N,
+                    HAS_SINKS,
+                    1,
+                ),
             ),
             (
                 _fetch,
@@ -551,6 +601,7 @@ def hopper_prefill_attention(
     block_tables_RM: torch.Tensor,
     scale: float,
     num_sms: int,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN of the queries in `work`, which `prefill_work` made and which is on the device. All
     their keys and values are in the cache.
@@ -565,14 +616,9 @@ def hopper_prefill_attention(
         and out_THN.is_contiguous()
         and kv_layer.stride()[3:] == (head_dim, 1)
     )
-    assert (
-        work.is_contiguous()
-        and block_tables_RM.stride(1) == 1
-        and all(stride % head_dim == 0 for stride in kv_layer.stride()[:3])
-    )
+    assert work.is_contiguous() and block_tables_RM.stride(1) == 1 and takes_blocks(kv_layer)
     block_lines, kv_lines, head_lines = (stride // head_dim for stride in kv_layer.stride()[:3])
     num_lines = (num_blocks - 1) * block_lines + 2 * kv_lines
-    assert num_lines + kv_lines < 2**31  # TMA's coordinates
     q_desc = TensorDescriptor(
         q_THN,
         list(q_THN.shape),
@@ -593,6 +639,7 @@ def hopper_prefill_attention(
         taken,
         rows_S,
         block_tables_RM,
+        sinks_H,
         scale * LOG2_E.value,
         work.shape[0],
         num_items,
@@ -607,6 +654,7 @@ def hopper_prefill_attention(
         N=head_dim,
         BLOCK_SIZE=block_size,
         BOX=box,
+        HAS_SINKS=has_sinks(sinks_H),
         num_warps=4,
         maxnreg=168,
     )

@@ -66,34 +66,41 @@ def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype
     return min(queries, max(1, most_rows // group))
 
 
-def prefill_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+def prefill_tiles(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> AttentionTiles:
     if dtype == torch.float32:
         if head_dim > 256:
             return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(32, 32, 4, 2) if head_dim <= 64 else AttentionTiles(32, 16, 8, 2)
     if head_dim <= 128:
         return AttentionTiles(128, 64, 8, 3)
-    if head_dim <= 256 and has_large_shared_memory():
-        return AttentionTiles(128, 64, 8, 2)
-    return large_head_tiles(head_dim)
+    if has_large_shared_memory() and not fp8:
+        return AttentionTiles(128, 64, 8, 2) if head_dim <= 256 else AttentionTiles(64, 32, 8, 2)
+    return large_head_tiles(head_dim, fp8)
 
 
-def large_head_tiles(head_dim: int) -> AttentionTiles:
-    """The tiles of heads of more than 128 numbers that fit in any GPU's shared memory."""
-    return AttentionTiles(64, 32 if head_dim <= 256 or has_large_shared_memory() else 16, 8, 2)
+def large_head_tiles(head_dim: int, fp8: bool) -> AttentionTiles:
+    """The tiles of heads of more than 128 numbers that fit in any GPU's shared memory and registers. Numbers
+    of an fp8 cache pass through registers."""
+    if head_dim <= 256:
+        return AttentionTiles(64, 32, 8, 2)
+    return AttentionTiles(32, 32, 8, 2) if fp8 else AttentionTiles(64, 16, 8, 2)
+
+
+def has_large_shared_memory() -> bool:
+    """Says if a program may have 227 KB, as from Hopper on, or about two thirds of that."""
+    return _INTERPRETED or _is_hopper_or_newer(triton.runtime.driver.active.get_current_device())
 
 
 @functools.cache
-def has_large_shared_memory() -> bool:
-    """Says if a program may have 227 KB, as from Hopper on, or about two thirds of that."""
-    return _INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
+def _is_hopper_or_newer(device: int) -> bool:
+    return triton.runtime.driver.active.get_current_target().arch >= 90
 
 
-def chunk_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+def chunk_tiles(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> AttentionTiles:
     """The tiles of prefills so short that their keys are split: more and smaller programs."""
-    if dtype != torch.float32 and head_dim <= 128:
-        return AttentionTiles(64, 64, 4, 3)
-    return prefill_tiles(head_dim, dtype) if dtype == torch.float32 else large_head_tiles(head_dim)
+    if dtype == torch.float32:
+        return prefill_tiles(head_dim, dtype)
+    return AttentionTiles(64, 64, 4, 3) if head_dim <= 128 else large_head_tiles(head_dim, fp8)
 
 
 # ------------------------------------------------------------------------------------------
@@ -982,7 +989,7 @@ def prefill_attention(
     )
     assert block_tables_RM.stride(1) == 1
     if tiles is None:
-        tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype)
+        tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype, scales_2G is not None)
     block_m = max(tiles.block_m, next_power_of_2(group))
     num_seqs = kv_lens_S.shape[0] - first_seq
     num_tasks = num_prefill_tasks(num_tokens, num_seqs, num_kv_heads, block_m // group)
@@ -1069,10 +1076,11 @@ class PrefillWorkspace:
         dtype: torch.dtype,
         device: torch.device,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+        fp8: bool = False,
     ) -> PrefillWorkspace:
         """`num_partials` is the most partial results of a step, over all tasks and splits. `group` is the
         number of query heads for each kv head. holding: the region of memory for partial results."""
-        rows = num_partials * chunk_rows(group, head_dim, dtype)
+        rows = num_partials * chunk_rows(group, head_dim, dtype, fp8)
         with holding():
             partial = torch.empty(
                 rows * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device
@@ -1081,6 +1089,6 @@ class PrefillWorkspace:
         return cls(partial, lse, torch.zeros(num_partials, dtype=torch.int32, device=device))
 
 
-def chunk_rows(group: int, head_dim: int, dtype: torch.dtype) -> int:
+def chunk_rows(group: int, head_dim: int, dtype: torch.dtype, fp8: bool = False) -> int:
     """Rows of a tile of a prefill whose keys are split: its queries times the heads of their group."""
-    return max(chunk_tiles(head_dim, dtype).block_m, next_power_of_2(group))
+    return max(chunk_tiles(head_dim, dtype, fp8).block_m, next_power_of_2(group))

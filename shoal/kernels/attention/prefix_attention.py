@@ -35,14 +35,6 @@ DECODE_GROUP_FIELDS = tl.constexpr(len(DecodeGroupField))
 MIN_PART = 256  # the fewest keys that are worth a part of their own
 
 
-def prefix_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    return (
-        AttentionTiles(64, 64, 4, 3)
-        if dtype != torch.float32 and head_dim <= 128
-        else chunk_tiles(head_dim, dtype)
-    )
-
-
 @triton.jit(
     do_not_specialize=["splits", "max_parts"],
     do_not_specialize_on_alignment=["scales_ptr", "decode_groups_ptr", "members_ptr"],
@@ -243,7 +235,7 @@ def prefix_attention(
     num_tiles = num_seqs * -(-queries // tile_queries)
     num_partials = num_tiles * num_kv_heads * (splits + max_parts) * tile_queries * group
     assert num_partials * head_dim <= workspace.partial.numel()
-    tiles = tiles or prefix_tiles(head_dim, q_THN.dtype)
+    tiles = tiles or chunk_tiles(head_dim, q_THN.dtype, scales_2G is not None)
     block_m = max(tiles.block_m, next_power_of_2(group))
     prefix_kernel[(num_programs,)](
         q_THN,

@@ -4,6 +4,7 @@ over must mean what they read."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ def flash_attn_varlen_func(
     softmax_scale=None,
     causal=False,
     window_size=(-1, -1),
+    softcap=0.0,
     block_table=None,
 ):
     """k, v: [tokens, G, N], or with a block table [blocks, block_size, G, N]."""
@@ -61,6 +63,7 @@ def flash_attn_varlen_func(
         block_table,
         softmax_scale,
         None if window_size[0] < 0 else window_size[0] + 1,
+        softcap or None,
     )
 
 
@@ -82,6 +85,7 @@ class PagedPrefillWrapper:
         causal,
         sm_scale,
         window_left,
+        logits_soft_cap,
         q_data_type,
         kv_data_type,
     ):
@@ -93,6 +97,7 @@ class PagedPrefillWrapper:
             sm_scale,
             None if window_left < 0 else window_left + 1,
         )
+        self.softcap = logits_soft_cap
         assert causal and q_data_type == kv_data_type == FP16
 
     def run(self, q, paged_kv_cache):
@@ -105,6 +110,7 @@ class PagedPrefillWrapper:
             self.tables,
             self.scale,
             self.window,
+            self.softcap,
         )
 
 
@@ -129,6 +135,18 @@ def test_mixed_steps_equal_the_reference(
     backend.begin(case.step)
     for _ in range(2):  # layers
         case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
+
+
+@pytest.mark.parametrize("build", [FlashAttentionBackend, FlashInferBackend])
+def test_scores_are_capped_and_sinks_refused_by_name(build: type) -> None:
+    case = Case(DECODES + CHUNKS, 4, 2, block_size=256, dtype=FP16, num_decodes=2)
+    case.softcap = 0.7
+    shape = replace(head_shape(4, 2, 16), softcap=case.softcap)
+    backend = build(shape, 256, 8, 512, CPU, FP16)
+    backend.begin(case.step)
+    case.check(backend.attend(case.q, case.k, case.v, case.cache(), case.step))
+    with pytest.raises(ConfigError, match="sinks"):
+        backend.attend(case.q, case.k, case.v, case.cache(), case.step, sinks_H=torch.zeros(4))
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def in_plain_torch(
-        q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms
+        q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms, sinks_H
     ) -> None:
         tiles.append(len(work))
         for token, count, position, seq in work.tolist():
