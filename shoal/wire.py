@@ -156,12 +156,13 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     # the model's default sampling parameters; {} if the options exclude them
     generation_config: dict[str, Any]
     num_blocks: int
+    kv_cache_tokens: int  # how many tokens the KV cache has room for
     block_size: int
     max_num_seqs: int
     device: str
     dtype: str
     kv_role: str = ""  # the role of kv_transfer_config; "" without one
-    kv_block_bytes: int = 0  # bytes of one KV block, over all ranks
+    kv_block_bytes: int = 0  # bytes of block_size tokens in the KV cache, over all ranks
     kv_cache_dtype: str = ""  # the name of a torch.dtype
     most_new_tokens: int | None = None  # limit of every answer, from the generation config
     generates: bool = True  # False: the model has no output head and only embeds

@@ -293,7 +293,7 @@ def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
         "block_size": str(info.block_size),
         "cache_dtype": info.kv_cache_dtype,
         "num_gpu_blocks": str(info.num_blocks),
-        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+        "kv_cache_size_tokens": str(info.kv_cache_tokens),
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),
         "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),

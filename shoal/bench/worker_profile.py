@@ -48,7 +48,7 @@ class _Measurement:
     def __init__(self, llm: LLM) -> None:
         self._core, self._llm = llm.core, llm
         self._random, self._numbers = Random(0), itertools.count()
-        self._max_kv_tokens = llm.core.num_blocks * llm.core.config.block_size
+        self._max_kv_tokens = llm.core.kv_cache_tokens
         self._max_num_seqs = int(llm.core.config.max_num_seqs)
 
     def run(

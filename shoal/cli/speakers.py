@@ -84,7 +84,7 @@ class LocalSpeaker:
     def _take(self, llm: Any) -> None:
         self._llm = llm
         self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
-        self._limit = min(llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size)
+        self._limit = min(llm.config.max_model_len, llm.core.kv_cache_tokens)
         self.context_len: int | None = self._limit
 
     def close(self) -> None:

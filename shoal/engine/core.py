@@ -147,9 +147,11 @@ class EngineCore:
             self._more_parts,
         ):
             self.parts.add(part)
-        cache = self.ranks.runner.cache.plan.capacity(config.max_model_len, self.scheduler.blocks.chunk)
+        plan, sizes = self.ranks.runner.cache.plan, (config.max_model_len, self.scheduler.blocks.chunk)
+        # the most tokens that the cache holds; one sequence with windows may have more than its share
+        self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.scheduler.blocks.room)
         most, dtype, device = config.max_num_seqs, config.dtype, config.device
-        logger.info("%s, %d sequences at once, %s on %s", cache, most, dtype, device)
+        logger.info("%s, %d sequences at once, %s on %s", plan.capacity(*sizes), most, dtype, device)
 
     def _allocate(self) -> int:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of

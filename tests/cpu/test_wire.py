@@ -55,7 +55,7 @@ REQUEST = Request(
     eos_token_ids=(2, 7),
     bad_word_ids=((1,), (2, 3)),
 )
-INFO = ModelInfo("m", 1, 2, 3, 4, (5,), {"top_p": 0.9}, 6, 7, 8, "cpu", "float32")
+INFO = ModelInfo("m", 1, 2, 3, 4, (5,), {"top_p": 0.9}, 6, 42, 7, 8, "cpu", "float32")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.serving import free_port
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
-INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16384, 16, 4, "cpu", "float32")
 CARD = ModelCard(info=INFO, names=["fake", "alias"], model="fake", eos_token_ids=(2,))
 
 

@@ -26,7 +26,7 @@ from tests.tiny import greedy, write_changed, write_model
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
-INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16384, 16, 4, "cpu", "float32")
 TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
 PROMPT = list(range(30, 60))
 

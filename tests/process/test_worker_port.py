@@ -39,7 +39,7 @@ from tests.asynchronous import within
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
-INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16384, 16, 4, "cpu", "float32")
 CARD = ModelCard(info=INFO, names=["fake"], model="fake", eos_token_ids=(2,))
 
 

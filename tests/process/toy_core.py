@@ -32,7 +32,7 @@ def main():
         "device": "cpu",
         "dtype": "float32",
     }
-    counts = {"max_num_seqs": 1, "kv_role": "", "kv_block_bytes": 1}
+    counts = {"max_num_seqs": 1, "kv_cache_tokens": 1, "kv_role": "", "kv_block_bytes": 1}
     outbox.send(wire.encode(Ready(ModelInfo(pid=os.getpid(), **limits, **model, **counts))))
     while True:
         message = wire.decode_to_core(inbox.recv())

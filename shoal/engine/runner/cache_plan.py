@@ -60,8 +60,20 @@ class CachePlan:
         if len(self.groups) > 1:
             blocks += f" in {len(self.groups)} groups of layers"
         fitting = self.num_sequences(self.num_blocks * self.block_bytes, max_model_len, chunk)
-        num_tokens = int(fitting * max_model_len)
+        num_tokens = self.num_tokens(max_model_len, chunk)
         return f"{blocks} ({num_tokens} tokens of full context, {fitting:.1f} sequences of {max_model_len})"
+
+    def num_tokens(self, max_model_len: int, chunk: int) -> int:
+        """Returns how many tokens the sequences of this length that the cache has room for have together."""
+        return int(
+            self.num_sequences(self.num_blocks * self.block_bytes, max_model_len, chunk) * max_model_len
+        )
+
+    def bytes_of_tokens(self, num_tokens: int) -> int:
+        """Returns the bytes of this many tokens far before the end of a sequence, where windows no longer see
+        them. A model whose layers all slide is taken to keep them."""
+        kept = [group for group in self.groups if group.window is None] or self.groups
+        return sum(self.block_bytes * num_tokens // group.block_size for group in kept)
 
     def with_specs(self, **changes: object) -> CachePlan:
         """Returns the plan with these changes of every spec."""

@@ -225,4 +225,4 @@ def _for_prefill(request: Request, request_id: str) -> Request:
 def _most_tokens(assignment: Assignment[RemoteEngine]) -> int:
     """Returns the maximum number of tokens of a request at the worker."""
     info = assignment.worker.link.card.info
-    return min(info.max_model_len, info.num_blocks * info.block_size)
+    return min(info.max_model_len, info.kv_cache_tokens)

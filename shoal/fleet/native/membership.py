@@ -140,7 +140,7 @@ def link_to(member: Member, details: WorkerDetails, key: FleetKey | None) -> Rem
         tags=frozenset(details.tags),
         pid=details.pid if details.host == socket.gethostname() else None,
         block_size=card.info.block_size,
-        total_blocks=card.info.num_blocks,
+        total_blocks=card.info.kv_cache_tokens // card.info.block_size,
         max_running=card.info.max_num_seqs,
         kv_block_bytes=card.info.kv_block_bytes,
         lends_kv=card.info.lends_kv,

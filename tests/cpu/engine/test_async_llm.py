@@ -125,14 +125,14 @@ def test_an_update_whose_caller_leaves_is_still_followed():
             followed.set()
 
         llm._core, llm.on_other_model = Core(), follow
-        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")
+        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 64, 8, 8, "cpu", "float32")
         caller = asyncio.create_task(llm.control(UpdateWeights("other")))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        llm._on_message(Ready(ModelInfo("other", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")))
+        llm._on_message(Ready(ModelInfo("other", 1, 8, 8, 8, (0,), {}, 8, 64, 8, 8, "cpu", "float32")))
         llm._on_message(Reply(llm._core.call_id, 2))
         await asyncio.wait_for(followed.wait(), 10)
         assert llm.config.model == llm.info.model == "other"
@@ -161,7 +161,7 @@ def test_a_core_that_is_restarted_loads_the_weights_of_the_last_update(options, 
     async def check():
         llm = AsyncLLM(EngineConfig(**options), restart=True, engine_timeout=0)
         llm._core = Core()
-        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")
+        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 64, 8, 8, "cpu", "float32")
         updating = asyncio.create_task(llm.control(UpdateWeights(source)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

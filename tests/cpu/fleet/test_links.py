@@ -20,7 +20,7 @@ from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import ModelInfo
 from tests.external_worker import ExternalWorker
 
-MODEL_INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+MODEL_INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16384, 16, 4, "cpu", "float32")
 CARD = ModelCard(info=MODEL_INFO, names=["fake"], model="fake", eos_token_ids=(2,))
 PATIENCE_S = 60
 

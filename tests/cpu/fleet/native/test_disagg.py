@@ -48,6 +48,7 @@ def card_of(kv_role, max_model_len=4096):
         eos_token_ids=(),
         generation_config={},
         num_blocks=1024,
+        kv_cache_tokens=1024 * 16,
         block_size=16,
         max_num_seqs=4,
         device="cpu",
