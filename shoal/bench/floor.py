@@ -125,8 +125,7 @@ class Floor:
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
         """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits
         of the last one."""
-        operations = num_tokens * self._per_token + 2 * self._head
-        numbers = 0
+        operations, numbers = num_tokens * self._per_token + 2 * self._head, 0
         for layer in self._layers:
             operations += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
             numbers += (2 * num_tokens + layer.seen(cached)) * layer.kv_numbers

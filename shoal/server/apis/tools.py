@@ -36,7 +36,8 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
-from shoal.text.grammar.call_grammar import call_grammar, call_schema, text_and_calls
+from shoal.text.grammar.argument_schema import call_schema
+from shoal.text.grammar.call_grammar import call_grammar, text_and_calls
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta, Part
@@ -115,9 +116,7 @@ class ToolPlan:
             names["structured_outputs"] = names.get("tools", "tools")
         thoughts = THOUGHTS_BY_NAME.get(reasoning_parser)
         self.thinks = params.structured_outputs is None or (
-            thoughts is not None
-            and thoughts.turn is not None
-            and (not self.is_enforced or (thoughts.turn == "" and bool(form_of(parser).syntaxes)))
+            thoughts is not None and (not self.is_enforced or bool(form_of(parser).syntaxes))
         )
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
@@ -295,7 +294,9 @@ class AnswerFormat:
         self, params: SamplingParams, structured: StructuredOutputsParams, thoughts: Thoughts
     ) -> None:
         """Lets reasoning precede what the grammar constrains."""
-        gap = thoughts.forced.removeprefix(thoughts.close)
+        gap = thoughts.words or thoughts.forced.removeprefix(thoughts.close)
+        if self.plan.is_enforced:
+            gap = thoughts.turn
         start = self._expected.start
         if start is not Start.BEHIND:
             begin = thoughts.open if start is Start.UNKNOWN else ""

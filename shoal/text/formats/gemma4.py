@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 
+from shoal.text.reading.call_syntax import CallSyntax, PairedArguments
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import MAX_DEPTH, NUMBER
 from shoal.text.reading.reader import Malformed, Reader, Steps
@@ -22,6 +23,9 @@ class Gemma4(ChatFormat):
     closing = "<tool_call|>"
     thoughts: Thoughts | None = CHANNEL
     quote = '<|"|>'
+    syntaxes: tuple[CallSyntax, ...] = (
+        CallSyntax("<|tool_call>call:", "{", "}<tool_call|>", argument=PairedArguments(":", ",", '<|"|>')),
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from reader.expect_mark("call:")
@@ -95,3 +99,11 @@ class FunctionGemma(Gemma4):
     closing = "<end_function_call>"
     thoughts = None
     quote = "<escape>"
+    syntaxes = (
+        CallSyntax(
+            "<start_function_call>call:",
+            "{",
+            "}<end_function_call>",
+            argument=PairedArguments(":", ",", "<escape>"),
+        ),
+    )

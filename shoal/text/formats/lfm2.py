@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.text.formats.pythonic import read_calls
+from shoal.text.formats import pythonic
+from shoal.text.reading.call_syntax import CallSyntax
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.reader import Reader, Steps
 
@@ -12,6 +13,11 @@ class Lfm2(ChatFormat):
     signs = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
     openings = ("<|tool_call_start|>",)
     closing = "<|tool_call_end|>"
+    syntaxes = (
+        CallSyntax(
+            "", "(", ")", "<|tool_call_start|>[", "]<|tool_call_end|>", ", ", argument=pythonic.ARGUMENTS
+        ),
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
-        yield from read_calls(reader, is_known=False)
+        yield from pythonic.read_calls(reader, is_known=False)

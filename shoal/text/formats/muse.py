@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from shoal.text.reading.call_syntax import CallSyntax, TaggedArgument
 from shoal.text.reading.invokes import Invokes
 from shoal.text.reading.messages import Messages
 from shoal.text.reading.thoughts import TO_SELF
@@ -18,6 +19,15 @@ class Muse(Messages, Invokes):
     thoughts = TO_SELF
     ends = ("<|eom|>", "<|eot|>")
     heads = ("to=",)
+    syntaxes = (
+        CallSyntax(
+            " to=",
+            '<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
+            "</atem:invoke>\n</atem:function_calls>",
+            argument=TaggedArgument('<atem:parameter name="', '">', "</atem:parameter>", after="\n"),
+            is_single=True,
+        ),
+    )
 
     def is_thought(self, header: str) -> bool:
         return "to=self" in header

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Generator
 
+from shoal.text.reading import json_calls
+from shoal.text.reading.call_syntax import CallSyntax, PairedArguments
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import MAX_DEPTH
 from shoal.text.reading.reader import Ended, Malformed, Reader, Steps
@@ -27,6 +29,9 @@ PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
 ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
 ESCAPES |= {"t": "\t", "v": "\v", "0": "\0"}
 NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+ARGUMENTS = PairedArguments("=", ", ", words=("True", "False", "None"))
 
 
 def read_calls(reader: Reader, *, is_known: bool) -> Steps:
@@ -121,6 +126,8 @@ def _literal(reader: Reader) -> Generator[None, None, str]:
         return text
     if text in PYTHON_WORDS:
         return PYTHON_WORDS[text]
+    if json_calls.NUMBER.fullmatch(text):
+        return text
     if not NUMBER.fullmatch(text) or len(text) > MAX_DIGITS:
         raise (yield from reader.error())
     value = ast.literal_eval(text)
@@ -178,6 +185,8 @@ class Llama4Pythonic(ChatFormat):
     signs: tuple[tuple[str, ...], ...] = (("func_name1(",),)
     openings: tuple[str, ...] = ("<|python_start|>",)
     closing = "<|python_end|>"
+    # The template shows calls without the marks.
+    syntaxes = (CallSyntax("", "(", ")", "[", "]", ", ", argument=ARGUMENTS),)
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_calls(reader, is_known=not mark)

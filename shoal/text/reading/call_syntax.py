@@ -24,6 +24,21 @@ class TaggedArgument:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedArguments:
+    """Arguments as pairs of a key, `equals` and a value, with `separator` between pairs.
+
+    quote: mark around texts, which are raw; objects and lists within arguments are then written as arguments
+    are, in braces and brackets. "": texts, objects and lists are JSON. words: the words for true, false and
+    null.
+    """
+
+    equals: str
+    separator: str
+    quote: str = ""
+    words: tuple[str, str, str] = ("true", "false", "null")
+
+
+@dataclass(frozen=True, slots=True)
 class CallSyntax:
     """Calls in one answer: `begin`, calls with `separator` between them, `end`. A call is `before`, its name,
     `middle`, its arguments, `after`.
@@ -40,7 +55,7 @@ class CallSyntax:
     begin: str = ""
     end: str = ""
     separator: str = ""
-    argument: TaggedArgument | None = None
+    argument: TaggedArgument | PairedArguments | None = None
     is_single: bool = False
     key: str = ""
     may_end: bool = False

@@ -35,8 +35,8 @@ class Thoughts:
     name: vLLM's name of its parser. signs: texts of chat templates with these marks. anywhere: reasoning may
     begin later than the answer does, because no words contain the marks. forced: the text that a budget
     appends to end reasoning, so that the answer comes next; "": `close`. turn: the text between reasoning and
-    the next message. A grammar of calls follows reasoning only where it is empty, as the head of a message
-    may begin either. None: no grammar follows reasoning.
+    the next message, which a grammar of calls continues. words: the same with the head of a message to the
+    user, which another grammar continues; "": the rest of `forced`.
     """
 
     name: str
@@ -45,7 +45,8 @@ class Thoughts:
     signs: tuple[str, ...]
     anywhere: bool = False
     forced: str = ""
-    turn: str | None = ""
+    turn: str = ""
+    words: str = ""
 
     def start_of(self, prompt: str) -> Start:
         """Returns where an answer to this prompt begins."""
@@ -84,7 +85,8 @@ TO_SELF = Thoughts(
     (),
     anywhere=True,
     forced="<|eom|><|start|>assistant",
-    turn=None,
+    turn="<|start|>assistant",
+    words="<|start|>assistant to=user<|message|>",
 )
 THINK_OPEN_SOURCE = Thoughts("hy_v3", "<think:opensource>", "</think:opensource>", (":opensource",))
 SENTENCES = Thoughts(
