@@ -83,10 +83,12 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: str = "silu"  # of gated MLPs, by the names of kernels/reference.py
+    activation: str = "silu"  # for gated MLPs, by the names of kernels/reference.py
     embedding_multiplier: float = 1.0  # factor of embeddings
     embedding_norm: bool = False  # embeddings are divided by their rms
-    post_norm_eps: float | None = None  # of norms of what attention and MLP add; None: the layer has none
+    post_norm_eps: float | None = (
+        None  # for the norms of what attention and MLP add; None: the layer has no such norms
+    )
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits
     logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)

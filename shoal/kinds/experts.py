@@ -28,7 +28,7 @@ class Router:
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap) first
     num_groups: int = 1
     top_k_groups: int = 1
-    group_score: Literal["maximum", "two best"] = "maximum"  # of its experts' scores, or the sum of two
+    group_score: Literal["maximum", "two best"] = "maximum"  # its experts' largest score, or the sum of two
     float32: bool = False  # logits are computed in float32, whatever the engine's dtype
     # tensors of the checkpoint
     bias: bool = False  # is added to the logits
@@ -38,7 +38,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What an expert makes of gate and up.
+    """The activation of an expert, which takes gate and up.
 
     silu, gelu_tanh: function(gate) * up.
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +- `limit`."""
@@ -64,5 +64,5 @@ class ExpertsKind:
     intermediate_size: int  # each expert's
     router: Router
     activation: Activation = Activation()
-    biases: bool = False  # of each expert's matrices
+    biases: bool = False  # each expert's matrices have them
     shared: SharedExpert | None = None

@@ -15,7 +15,7 @@ from shoal.hashing import group_key
 from shoal.kv.blocks import BlockPool
 
 NO_BLOCK = -1  # in a table: the block was given back, or was never needed
-MOST_PADDING = 0.15  # of the blocks of a kind of layer, if there is a choice
+MOST_PADDING = 0.15  # share of the blocks of a kind of layer, if there is a choice
 MULTIPLES = (4, 2, 1)  # a group's tokens a block, in multiples of the engine's block_size
 
 
@@ -44,11 +44,11 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What layers that share blocks have in common."""
+    """The properties that layers with common blocks share."""
 
-    token_bytes: int  # of a token's keys and values in one layer, on one rank
+    token_bytes: int  # a token's keys and values in one layer, on one rank
     window: int | None = None
-    shape: tuple[int, ...] = ()  # of these keys and values
+    shape: tuple[int, ...] = ()  # the shape of these keys and values
 
 
 def make_groups(kinds: Sequence[CacheKind | None], block_size: int) -> tuple[tuple[LayerGroup, ...], int]:

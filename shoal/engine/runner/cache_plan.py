@@ -44,7 +44,7 @@ class CachePlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the first group has a block for each token of a sequence, as no window drops any."""
+        """True if the first group has a block for each token of a sequence, as no window drops any."""
         return self.groups[0].window is None
 
     def num_sequences(self, cache_bytes: int, num_tokens: int, chunk: int) -> float:

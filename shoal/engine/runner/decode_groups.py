@@ -105,7 +105,7 @@ class DecodePrefixes:
         """`block_size`: of the first table. `share_from`: the fewest decodes for which groups are formed."""
         self.layout, self.block_size, self.share_from = layout, block_size, share_from
         self.groups = DecodeGroups(block_size, MAX_DECODE_GROUPS)
-        self.num_groups = 0  # of the last step
+        self.num_groups = 0  # in the last step
         # rows of the last step's decodes; -1 where a row has a new owner
         self._rows = np.zeros(0, np.int32)
         self.sent = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address

@@ -22,7 +22,7 @@ class ExpertWeights(NamedTuple):
 
 
 class RouterTensors(NamedTuple):
-    """What a checkpoint holds for a router's rule, in float32."""
+    """A checkpoint's tensors for a router's rule, in float32."""
 
     correction_E: torch.Tensor | None = None
     expert_scale_E: torch.Tensor | None = None

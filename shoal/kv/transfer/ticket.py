@@ -22,7 +22,7 @@ VERSION = 2
 ID_BYTES = 16
 DIGEST_BYTES = 16
 MAX_BLOCKS = 1 << 18  # per ticket: four million tokens in blocks of 16
-MAX_GROUPS = 255  # of layers
+MAX_GROUPS = 255  # groups of layers
 MAX_TICKET_BYTES = 8 << 20
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
 

@@ -39,7 +39,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def rotated(fields: ConfigFields, num_layers: int) -> list[bool]:
-    """Whether each layer rotates q and k. A theta other than 0 means the global one."""
+    """For each layer, True if it rotates q and k. A theta other than 0 means the global one."""
     if fields.get("layer_rope_theta") is None:
         return [kind != FULL for kind in layer_types(fields, num_layers)]
     return [each.get("layer_rope_theta") != 0 for each in fields.each("layer_rope_theta", num_layers)]

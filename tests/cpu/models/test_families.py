@@ -26,7 +26,7 @@ ALSO_GIVEN = {
     "kimi-k25": dict(num_attention_heads=128),
     "glm4-flash-halves": dict(num_attention_heads=20),
 }
-CLOSE = 1e-3  # of log-probabilities in float32
+CLOSE = 1e-3  # difference of log-probabilities in float32
 LENGTHS = (1, 15, 16, WINDOW, WINDOW + 1, 40, 90)
 
 
@@ -107,7 +107,7 @@ def test_prefixes_shorter_and_longer_than_a_window_are_found(name, root):
 
 @pytest.mark.parametrize("name", {kind: name for name, (kind, _, _) in FAMILIES.items()}.values())
 def test_missing_fields_get_the_defaults_of_the_config_class(name):
-    """What a config leaves out is read as if it said what transformers fills in."""
+    """A field that a config leaves out is read as if it said what transformers fills in."""
     kind = FAMILIES[name][0]
     oracle_class = getattr(transformers, kind)
     if "text_config" in FAMILIES[name][1]:
