@@ -23,7 +23,9 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.files.json_file import read_object
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import is_projection
+from shoal.models.checkpoint_names import split
 from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
+from shoal.models.registry import BY_NAME
 from shoal.weights.hub import HUB_FILES
 from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
@@ -55,18 +57,28 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
         raise ConfigError(f"the folder {target} exists; remove it, or name another one with --output")
     check_shapes(files)
     shards = list(safetensors_headers(files.folder))
+    matrices: set[str] = set()
     for _, headers in shards:
         for name, header in headers.items():
-            if to == "int4" and is_projection(name) and header.shape[1] % group_size:
+            parts = list(split(name, header.shape, BY_NAME[files.config.architecture].tensors))
+            if not is_projection(parts[0].name):
+                continue
+            if len(parts) > 1:
+                raise CheckpointError(
+                    f"{name} holds {len(parts)} matrices in one tensor, which are not rounded one by one; "
+                    "load the checkpoint with quantization 'fp8' in place of this"
+                )
+            if to == "int4" and header.shape[1] % group_size:
                 raise ConfigError(
                     f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
                     "choose another --group-size, such as 64 or 32"
                 )
+            matrices.add(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as temporary:
             whole = Path(temporary) / target.name
-            _write_folder(files, shards, to, group_size, whole)
+            _write_folder(files, shards, matrices, to, group_size, whole)
             whole.rename(target)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error}; name another folder with --output") from None
@@ -76,6 +88,7 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
 def _write_folder(
     files: CheckpointFiles,
     shards: list[tuple[Path, dict[str, TensorHeader]]],
+    matrices: set[str],
     to: str,
     group_size: int,
     target: Path,
@@ -85,7 +98,7 @@ def _write_folder(
     weight_map: dict[str, str] = {}
     total = 0
     for path, headers in shards:
-        names, size = _write(path, headers, rounding, target / path.name)
+        names, size = _write(path, headers, matrices, rounding, target / path.name)
         weight_map |= dict.fromkeys(names, path.name)
         total += size
     if (files.folder / INDEX).exists():
@@ -159,7 +172,11 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _write(
-    source: Path, headers: dict[str, TensorHeader], rounding: Callable[[torch.Tensor], Tensors], target: Path
+    source: Path,
+    headers: dict[str, TensorHeader],
+    matrices: set[str],
+    rounding: Callable[[torch.Tensor], Tensors],
+    target: Path,
 ) -> tuple[list[str], int]:
     """Writes one file. Returns the names of its tensors, and their bytes.
 
@@ -168,7 +185,8 @@ def _write(
     end = 0
     for name, header in headers.items():
         dtype = next(dtype for dtype, known in NAMES.items() if known == header.dtype)
-        for part, tensor in _become(name, torch.empty(header.shape, dtype=dtype, device="meta"), rounding):
+        shape = torch.empty(header.shape, dtype=dtype, device="meta")
+        for part, tensor in _become(name, shape, matrices, rounding):
             size = tensor.numel() * tensor.itemsize
             described[part] = {
                 "dtype": NAMES[tensor.dtype],
@@ -181,16 +199,16 @@ def _write(
     with safetensors.safe_open(source, framework="pt", device="cpu") as file, target.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for name in headers:
-            for _, tensor in _become(name, file.get_tensor(name), rounding):
+            for _, tensor in _become(name, file.get_tensor(name), matrices, rounding):
                 out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return [name for name in described if name != "__metadata__"], end
 
 
 def _become(
-    name: str, tensor: torch.Tensor, rounding: Callable[[torch.Tensor], Tensors]
+    name: str, tensor: torch.Tensor, matrices: set[str], rounding: Callable[[torch.Tensor], Tensors]
 ) -> list[tuple[str, torch.Tensor]]:
     """Returns the tensors to write in place of one."""
-    if not is_projection(name):
+    if name not in matrices:
         return [(name, tensor)]
     if not tensor.is_meta and not tensor.isfinite().all():
         raise CheckpointError(

@@ -25,6 +25,8 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.checkpoint_names import split
+from shoal.models.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
@@ -121,7 +123,14 @@ class Weights:
                 raise ConfigError(
                     f"{name!s:.80} must be a tensor with data, got {tensor!r:.80}; give tensors by name"
                 )
-        tensors = checkpoint_tensors(given)
+        stored = BY_NAME[self._model_config.architecture].tensors
+        tensors = checkpoint_tensors(
+            {
+                part.name: part.take(tensor)
+                for name, tensor in given.items()
+                for part in split(name, tuple(tensor.shape), stored)
+            }
+        )
         names = self._check_tensors(
             [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         )

@@ -16,7 +16,9 @@ from shoal.layers.packed_weight import PackedWeight
 from shoal.models.checkpoint_names import Stack, split
 from shoal.models.mixtures.gpt_oss import ARCHITECTURE
 from shoal.weights.loader import check_shapes
+from shoal.weights.quantize import quantize
 from shoal.weights.source import CheckpointFiles
+from tests import tiny
 from tests.tiny_families import write_family
 
 PROMPT = random.Random(3).choices(range(256), k=40)
@@ -98,3 +100,27 @@ def test_names_beside_a_stack_are_kept_or_renamed() -> None:
 def test_a_stack_of_odd_rows_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"gate_up_proj has shape \[2, 5, 3\].*2 equal parts"):
         list(split("model.layers.0.gate_up_proj", (2, 5, 3), {"gate_up_proj": Stack(("{}.gate", "{}.up"))}))
+
+
+def test_new_weights_come_stacked_as_well(tmp_path: Path) -> None:
+    """A trainer of transformers has the experts of a layer in one tensor."""
+    folder = write_family(tmp_path, "gpt-oss-plain")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=64, load_format="dummy") as llm:
+        made_up = llm.generate([PROMPT], params)[0].outputs[0].token_ids
+        llm.update_weights_from_tensors(load_file(folder / "model.safetensors"))
+        loaded = llm.generate([PROMPT], params)[0].outputs[0].token_ids
+    assert loaded == tiny.greedy(folder, PROMPT, 12) != made_up
+
+
+def test_stacked_experts_are_not_rounded_by_shoal_quantize(tmp_path: Path) -> None:
+    files = CheckpointFiles(write_family(tmp_path, "gpt-oss-plain"))
+    with pytest.raises(CheckpointError, match=r"down_proj holds 6 matrices.*quantization 'fp8'"):
+        quantize(files, "fp8", tmp_path / "fp8")
+
+
+def test_experts_become_fp8_while_they_load(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "gpt-oss-plain")
+    with LLM(str(folder), device="cpu", max_model_len=64, quantization="fp8") as llm:
+        assert all(isinstance(matrix.format, PackedWeight) for matrix in experts_of(llm))
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=2, ignore_eos=True))
