@@ -8,13 +8,14 @@ a tier that looks too slow is tried on a few blocks of a real request now and th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 WINDOW = 5  # figures that a rate remembers
 FETCH_LATENCY_S = 0.002  # time of a fetch apart from its bytes: its end is noticed between two steps
 TRIAL_BLOCKS = 16  # the most blocks of a trial
 TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is always tried
+MOST_TRIAL_SHARE = 4  # a trial of blocks that are of use only together takes so many times their computing
 MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried once in this many requests that skip it
 LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
 MOST_OVERHEAD_S = 50e-6  # the most plausible time of a block's copy apart from its bytes
@@ -132,6 +133,24 @@ class Costs:
         for tier in set(tiers[:best]):
             self.trials[tier].was_worth_it()
         return best + self._num_to_try(tiers[best:])
+
+    def are_worth_fetching(
+        self, tiers: Sequence[str], num_tokens: int, num_tokens_ahead: int, fetch_ahead_s: float
+    ) -> bool:
+        """Returns whether to fetch blocks that are of use only together, given the tier of each, in place of
+        computing `num_tokens` tokens. The others as in `num_worth_fetching`. Now and then they are fetched as
+        a trial of the tier that takes longest, if that costs little."""
+        fetch_s = sum(self.fetch[tier].seconds for tier in tiers)
+        compute_s = self.token.seconds * num_tokens
+        if fetch_s + fetch_ahead_s + FETCH_LATENCY_S < compute_s + self.token.seconds * num_tokens_ahead:
+            for tier in set(tiers):
+                self.trials[tier].was_worth_it()
+            return True
+        if fetch_s < compute_s or fetch_s > TRIAL_S + MOST_TRIAL_SHARE * compute_s:
+            return False  # the tiers are quick enough, or much too slow
+        slowest = max(set(tiers), key=lambda tier: self.fetch[tier].seconds * tiers.count(tier))
+        latest_s = sum(self.fetch[tier].latest for tier in tiers)
+        return self.trials[slowest].is_due(looks_quick=latest_s < compute_s)
 
     def _num_to_try(self, passed_over: list[str]) -> int:
         if not passed_over:

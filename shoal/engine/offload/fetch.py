@@ -58,10 +58,10 @@ class Fetcher:
         self._num_reading = 0  # blocks
         self._reads = {tier: Throughput(rate) for tier, rate in ledger.costs.fetch.items()}
 
-    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> FetchJob:
+    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None]) -> FetchJob:
         """Adds a fetch and holds its host blocks; `advance` begins the transfers. `where` returns the tier
         that has a block."""
-        ledger = self.ledger
+        ledger, known = self.ledger, self.scheduler.blocks
         metas: list[BlockMeta] = []
         in_host: list[tuple[int, int]] = []
         unread: deque[tuple[int, str]] = deque()
@@ -75,7 +75,7 @@ class Fetcher:
                 break  # evicted since the look-up: it and the blocks after it are computed
             else:
                 unread.append((i, tier))
-                metas.append(meta_of(fetch.seq, fetch.start + i, block_size))
+                metas.append(meta_of(fetch.seq, fetch.places[i], known.groups, known.block_size))
         ledger.host.hold([host_block for _, host_block in in_host])
         num_blocks = len(fetch.keys)
         tiers = dict.fromkeys(([HOST] if in_host else []) + [tier for _, tier in unread])

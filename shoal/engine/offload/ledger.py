@@ -8,12 +8,15 @@ persistent tiers). All of them run in rank 0's main thread, between steps.
 from __future__ import annotations
 
 from array import array
+from collections import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.kv.groups import LayerGroup
+from shoal.kv.places import Place, key_of
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.host import HostTier
 from shoal.stats import KvTierStats
@@ -54,8 +57,12 @@ class Ledger:
         return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
 
 
-def meta_of(seq: Sequence, i: int, block_size: int) -> BlockMeta:
-    """Returns the key, parent and tokens of the sequence's i-th block. Its key must be known."""
-    tokens = array("I", seq.token_ids[i * block_size : (i + 1) * block_size])
-    parent = seq.keys[i - 1] if i else None
-    return BlockMeta(seq.keys[i], parent, tokens, (seq.request.adapter, seq.request.cache_salt))
+def meta_of(seq: Sequence, place: Place, groups: abc.Sequence[LayerGroup], block_size: int) -> BlockMeta:
+    """Returns the key, parent and tokens of the sequence's full block at a place. The keys of its tokens, one
+    for each `block_size`, must be known."""
+    size, number = groups[place.group].block_size, place.number
+    tokens = array("I", seq.token_ids[number * size : (number + 1) * size])
+    before = Place(place.group, number - 1)
+    parent = key_of(before, groups, seq.keys, block_size) if number else None
+    key = key_of(place, groups, seq.keys, block_size)
+    return BlockMeta(key, parent, tokens, (seq.request.adapter, seq.request.cache_salt), place.group)

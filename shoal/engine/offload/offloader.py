@@ -30,6 +30,8 @@ from shoal.engine.offload.writer import Writer
 from shoal.engine.scheduling import sequence
 from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.kv.groups import LayerGroup
+from shoal.kv.places import Place, key_of
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.eviction import FrequencySketch
 from shoal.kv.tiers.host import HostTier
@@ -102,6 +104,8 @@ class Offloader:
         self.fetcher = Fetcher(scheduler, self.ledger)
         self.writer = Writer(self.ledger, persistent, 0 if policy.on_registration else policy.host_watermark)
         self._metas: dict[bytes, BlockMeta] = {}  # metadata of each findable block on the device
+        # Findable blocks on the device that lie behind the window of their sequence: no tier takes them
+        self._behind: set[bytes] = set()
         self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
         self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet
         self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, with their tickets
@@ -122,8 +126,9 @@ class Offloader:
 
     # Calls of the scheduler and the pool
 
-    def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """Returns how many of the first blocks of keys[start:] are in lower tiers and worth fetching now."""
+    def lookup(self, keys: Sequence[bytes], start: int, num_tokens: int | None = None) -> int:
+        """Returns how many of the first blocks of keys[start:] are in lower tiers and worth fetching now.
+        With `num_tokens` they are of use only together, in place of computing that many tokens."""
         if self._uses is not None:
             for key in keys[:start]:  # blocks found on the device
                 self._uses.add(key)
@@ -133,12 +138,21 @@ class Offloader:
             if tier is None:
                 break
             run.append(tier)
+        if num_tokens is not None and start + len(run) < len(keys):
+            return 0
         if self.policy.always_fetch:
             return len(run)
         # the evicted blocks are copied out before a fetch may take their place
         num_blocks_ahead = self.fetcher.num_blocks + len(self._evicted)
         fetch_ahead_s = self.costs.fetch[HOST].seconds * num_blocks_ahead
-        return self.costs.num_worth_fetching(run, self.scheduler.num_to_prefill, fetch_ahead_s)
+        to_prefill = self.scheduler.num_to_prefill
+        if num_tokens is None:
+            return self.costs.num_worth_fetching(run, to_prefill, fetch_ahead_s)
+        are_worth_it = self.costs.are_worth_fetching(run, num_tokens, to_prefill, fetch_ahead_s)
+        return len(run) if are_worth_it else 0
+
+    def has(self, key: bytes) -> bool:
+        return self.where(key) is not None
 
     def where(self, key: bytes) -> str | None:
         """Returns the highest tier that has the block."""
@@ -156,21 +170,23 @@ class Offloader:
         well: if the sequence ends or is preempted, no other sequence rewrites a block that is still being
         read."""
         # first, as it holds the host blocks that the copy out could take otherwise
-        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)
+        job = self.fetcher.begin(fetch, self.where)
         # without the blocks that the sequence found in the cache: a step may be about to write them
-        job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
+        job.behind = self._save_evicted(fetch.taken)
         if job.behind:
-            rest = fetch.seq.block_ids[len(fetch.held_blocks) :]
+            held = set(fetch.held_blocks)
+            rest = [block for block in fetch.taken if block not in held]
             self.pool.hold(rest)
             fetch.held_blocks += rest
 
     def registered(self, seq: sequence.Sequence, start: int, blocks: Sequence[int], group: int = 0) -> None:
-        for i in range(start, start + len(blocks)):
-            key = seq.keys[i]
+        groups, size, end = self.scheduler.blocks.groups, self.policy.block_size, start + len(blocks)
+        for place in (Place(group, number) for number in range(start, end)):
+            key = key_of(place, groups, seq.keys, size)
             if key not in self._metas:
                 # what was fetched by way of the host tier is known there
-                meta = self.host.meta(key) or meta_of(seq, i, self.policy.block_size)
-                self._metas[key] = meta
+                self._metas[key] = self.host.meta(key) or meta_of(seq, place, groups, size)
+            self._behind.discard(key)
             if self._uses is not None:
                 self._uses.add(key)
             if self.policy.on_registration:
@@ -178,6 +194,21 @@ class Offloader:
             if key in self._leaving:  # another block has the content now
                 self._must_wait_for = max(self._must_wait_for, self._leaving[key])
         self._num_registered += len(blocks)
+        if groups[group].window is not None:
+            self._fall_behind(seq, groups[group], group, start, end)
+
+    def _fall_behind(self, seq: sequence.Sequence, of: LayerGroup, group: int, start: int, end: int) -> None:
+        """With these full blocks of a group with a window the sequence has moved on. The blocks that it does
+        not see any more stay on the device at most, but for those that a next request sees which continues
+        after the prompt or after the answer."""
+        blocks, num_prompt = self.scheduler.blocks, seq.num_prompt_tokens
+        first = of.first_block(max(0, num_prompt - blocks.largest))
+        after_prompt = range(first, of.num_blocks(num_prompt))
+        seen_from = [of.first_block(max(0, at * of.block_size - blocks.largest)) for at in (start, end)]
+        for number in range(*seen_from):
+            key = key_of(Place(group, number), blocks.groups, seq.keys, blocks.block_size)
+            if number not in after_prompt and key in self._metas:
+                self._behind.add(key)
 
     def released(self, blocks: Sequence[int]) -> None:
         self.ledger.used_until.update(dict.fromkeys(blocks, self.ledger.num_launched))
@@ -189,15 +220,18 @@ class Offloader:
 
     def removed(self, key: bytes, block: int) -> None:
         self._num_evicted += 1
+        is_behind = key in self._behind
+        self._behind.discard(key)
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
         if ticket is not None:
             self._must_wait_for = max(self._must_wait_for, ticket)
-        elif meta is not None and not self._goes_below(key):
+        elif meta is not None and not is_behind and not self._goes_below(key):
             self._evicted[block] = meta
 
     def cleared(self) -> None:
         self._must_wait_for = max(self._leaving.values(), default=0)
         self._metas.clear()
+        self._behind.clear()
         self._evicted.clear()
         self._fresh.clear()
 
@@ -402,7 +436,7 @@ class Offloader:
     def _candidate(self, block: int) -> BlockMeta | None:
         """The block's content if it is to leave."""
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving or not self._is_wanted(key):
+        if key is None or key in self._leaving or key in self._behind or not self._is_wanted(key):
             return None
         if self._is_in_host_tier(key) or self.writer.has(key) or self.writer.is_settled(key):
             return None

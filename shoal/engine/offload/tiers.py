@@ -209,7 +209,7 @@ class KvTiers(StepPart):
         for item in news:
             if isinstance(item, bytes):
                 self.events.removed_below(item, medium)
-            else:
+            elif item.group == 0:
                 self.events.stored([item.key], item.parent, item.token_ids, *item.extra, medium)
 
     def _flush_events(self) -> None:

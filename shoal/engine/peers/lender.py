@@ -11,10 +11,11 @@ import torch
 
 from shoal.api import FinishReason
 from shoal.engine.runner.layer_events import LayerEvents
-from shoal.engine.scheduling.scheduler import StepPlan
+from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import extend_keys, keys_with_tail
+from shoal.kv.places import Place, key_of, longest_end, places
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
 from shoal.kv.transfer.offers import Offers
@@ -51,15 +52,19 @@ class KvLender:
         layer_events: LayerEvents,
         exports: abc.Sequence[abc.Sequence[ExportAddress]],
         block_size: int,
+        num_layers: int,
         host: str,
         port: int,
         lease_s: float,
     ) -> None:
-        """`exports` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
-        ConfigError if that address cannot be used."""
-        self._blocks, self._block_size = blocks, block_size
+        """`exports` are the addresses of each rank's cache; `num_layers`: of the model. Readers ask at `host`
+        and `port`. Raises ConfigError if that address cannot be used."""
+        self._blocks, self._block_size, self._num_layers = blocks, block_size, num_layers
         self._layer_events, self._num_ranks = layer_events, len(exports)
-        self._num_layers = exports[0][0].specs[0].num_layers
+        groups = blocks.groups
+        # With several groups of layers, or a window, the blocks that a reader needs are known when the last
+        # chunk of the prompt is planned, and they are reported whole.
+        self._offers_late = len(groups) > 1 or groups[0].window is not None
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
         self._late: list[tuple[bytes, int]] = []
@@ -72,13 +77,14 @@ class KvLender:
 
     def begin(self, plan: StepPlan) -> dict[str, bytes]:
         """Offers the prompts that begin with this step, which is launched next, and has readers notified of
-        each of its layers. Returns a ticket for each request that begins."""
+        each of its layers. Returns a ticket for each request that is offered. Prompts of models with several
+        groups of layers, or with windows, are offered with their last step."""
         tickets, notified = {}, []
         for entry in plan.scheduled[plan.num_decodes :]:
             seq, request = entry.seq, entry.seq.request
             if not request.offers_kv:
                 continue
-            if entry.begins:
+            if self._ends_prompt(entry) if self._offers_late else entry.begins:
                 tickets[request.request_id] = self._offer(seq)
             prompt = self._prompts.get(request.request_id)
             # A prompt that was preempted and started again since `settle` computes into other blocks.
@@ -91,16 +97,32 @@ class KvLender:
             self._listen(notified, any(entry.samples for entry in plan.scheduled))
         return tickets
 
+    @staticmethod
+    def _ends_prompt(entry: ScheduledSeq) -> bool:
+        """Returns whether a step computes the last tokens of a request, and no step has sampled one."""
+        request = entry.seq.request
+        num_given = len(request.prompt_token_ids) + len(request.output_token_ids)
+        return entry.samples and len(entry.seq.token_ids) == num_given
+
     def _offer(self, seq: Sequence) -> bytes:
         """Returns a ticket for the blocks of a prompt, with its tail, so that a reader computes no token of
         it."""
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
-        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
-        blocks = seq.block_ids[: len(keys)]
-        self._blocks.hold(blocks)
-        ticket = self.offers.offer(blocks, keys=keys)
-        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(keys))
+        chain = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
+        needed = places(self._blocks.groups, len(seq.token_ids))
+        blocks = [seq.tables[group][number] for group, number in needed]
+        ticket = self._hold(needed, blocks, 0, chain)
+        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(blocks))
         return ticket
+
+    def _hold(self, needed: list[Place], blocks: list[int], whole: int, chain: list[bytes]) -> bytes:
+        """Holds the blocks at these places, and returns a ticket for them, of which the first `whole` are
+        computed. `chain` has the keys of the prompt's tokens, maybe with a tail's."""
+        self._blocks.hold(blocks)
+        groups = self._blocks.groups
+        keys = [key_of(place, groups, chain, self._block_size) for place in needed]
+        numbers = [place.group for place in needed] if len(groups) > 1 else []
+        return self.offers.offer(blocks, whole, keys, numbers)
 
     def _listen(self, notified: list[tuple[bytes, int]], samples: bool) -> None:
         """Has readers notified of the next step's layers. `samples`: whether the step samples a token.
@@ -109,13 +131,14 @@ class KvLender:
         before it has written its keys. A step that samples nothing omits the last layer's sum, so this layer
         is reported after the first sum of a later step."""
         late, last = self._late, self._num_layers - 1
+        per_layer = not self._offers_late
         has_all = samples or self._num_ranks == 1
         self._late = [] if has_all else notified
 
         def ended(layer: int, event: torch.cuda.Event | None) -> None:
             if layer == 0 and late:
                 self._advancer.put(event, late, self._num_layers)
-            if layer < last or has_all:
+            if (per_layer and layer < last) or (layer == last and has_all):
                 self._advancer.put(event, notified, layer + 1)
 
         self._layer_events.listen(ended)
@@ -131,13 +154,17 @@ class KvLender:
     def lend(self, token_ids: list[int], root: bytes) -> bytes | None:
         """A ticket for the findable blocks of the beginning of these tokens, if there are any. `root`: what
         the first key is derived from. No step may be in flight, which might still compute some of them."""
-        keys: list[bytes] = []
-        extend_keys(keys, root, token_ids, self._block_size)
-        blocks = self._blocks.pool.match(keys)
-        if not blocks:
-            return None
-        self._blocks.hold(blocks)
-        return self.offers.offer(blocks, len(blocks), keys[: len(blocks)])
+        chain: list[bytes] = []
+        extend_keys(chain, root, token_ids, self._block_size)
+        groups, size, pool = self._blocks.groups, self._block_size, self._blocks.pool
+
+        def find(place: Place) -> int | None:
+            return pool.find(key_of(place, groups, chain, size))
+
+        end = longest_end(groups, len(chain) * size, lambda place: find(place) is not None)
+        needed = places(groups, end)
+        blocks = [block for place in needed if (block := find(place)) is not None]
+        return self._hold(needed, blocks, len(blocks), chain) if blocks else None
 
     def withdraw(self, ticket: bytes, why: str) -> None:
         """Takes back the blocks of a ticket that will not be used. Raises TransferError for a malformed

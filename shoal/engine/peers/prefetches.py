@@ -6,7 +6,7 @@ part holds the blocks from the moment when they are there until the request's co
 
 The scheduler runs both like any other sequences, but a prefetch request computes nothing. The full blocks
 are in the prefix cache; a reference keeps them there. The tokens after the last full block, the tail, have no
-key, so the continuation gets the tail's block by number (Sequence.tail).
+key, so the continuation gets the tail's block by number (Sequence.tail), one for each group of layers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from shoal.engine.scheduling.sequence_blocks import NEVER
 from shoal.engine.step_part import StepPart
 from shoal.errors import RequestError
 from shoal.hashing import keys_with_tail
+from shoal.kv.groups import NO_BLOCK
+from shoal.kv.places import places
 
 HOLD_S = 30.0  # a continuation comes within milliseconds, unless its router has died
 
@@ -142,13 +144,18 @@ class Prefetches(StepPart):
 
     def _hold(self, name: str, seq: Sequence) -> None:
         """Takes a sequence that has all the blocks it can get from the scheduler."""
-        blocks, size, end = self._scheduler.blocks, self._scheduler.blocks.block_size, seq.num_computed
+        blocks, end = self._scheduler.blocks, seq.num_computed
+        needed = places(blocks.groups, end)
         tail = None
-        if end % size and seq.register_at != NEVER:  # otherwise the cache was reset
-            block = seq.block_ids[end // size]
-            keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:end], size)
-            tail = Tail(block, end, keys, blocks.pool.generation(block))
-        held = _Held(seq, seq.block_ids[: -(-end // size)], tail, self._clock() + HOLD_S)
+        if end % blocks.largest and seq.register_at != NEVER:  # otherwise the cache was reset
+            tables = []
+            for group, table in zip(blocks.groups, seq.tables):
+                first, num = group.first_block(end), group.num_blocks(end)
+                tables.append([NO_BLOCK] * min(first, num) + table[first:num])
+            keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:end], blocks.block_size)
+            tail = Tail(tables, end, keys, blocks.pool.generation(tables[0][-1]))
+        own = [seq.tables[group][number] for group, number in needed]
+        held = _Held(seq, own, tail, self._clock() + HOLD_S)
         blocks.hold(held.blocks)
         self._scheduler.take_out(seq)
         self._held[name] = held

@@ -129,8 +129,12 @@ class KvReader:
 
     # What the scheduler asks
 
-    def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        return len(self._find(keys[start:])[1])
+    def lookup(self, keys: abc.Sequence[bytes], start: int, num_tokens: int | None = None) -> int:
+        num_blocks = len(self._find(keys[start:])[1])
+        return num_blocks if num_tokens is None or start + num_blocks == len(keys) else 0
+
+    def has(self, key: bytes) -> bool:
+        return any(opened.lease is not None and key in opened.positions for opened in self._opened)
 
     def begin(self, fetch: Fetch) -> None:
         opened, positions = self._find(fetch.keys)

@@ -14,11 +14,12 @@ from typing import Protocol
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import keys_with_tail
 from shoal.kv.blocks import BlockPool
+from shoal.kv.places import Place
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks of one sequence that a source is copying to the device:
+    """Blocks of one sequence that a source is copying to the device. With one table they are
 
         block_ids    [ held before `start` ][ start ... start + len(keys): on their way ][ others ]
 
@@ -27,36 +28,46 @@ class Fetch:
     ends or is preempted."""
 
     seq: Sequence
-    start: int  # the first block on its way, counted in the sequence's blocks
-    keys: list[bytes]  # keys of the blocks on their way
-    # number of full blocks among them; a block after these has the tail, up to the sequence's last token
-    num_full: int
+    start: int  # the first block on its way, counted in the sequence's chain of keys
+    end: int  # number of tokens that are computed when all blocks have arrived
+    # the chain's keys that others can wait for, from `start` on: of the full blocks
+    chain: list[bytes]
+    # The blocks on their way: their places in the sequence's tables, their keys and the blocks themselves. A
+    # block that is not full has the tail, up to the sequence's last token.
+    places: list[Place]
+    keys: list[bytes]
+    blocks: list[int]
     held_blocks: list[int]  # blocks with a reference of this fetch
+    taken: list[int]  # the blocks that the sequence did not find in the cache
     num_asked: int  # sources that have been asked; the ones after these are asked for the blocks after these
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
+    needs_all: bool = False  # whether the blocks are of use only together, as those of several tables are
 
-    @property
-    def blocks(self) -> list[int]:
-        """The blocks on their way."""
-        return self.held_blocks[self.start : self.start + len(self.keys)]
-
-    def brings_half(self, keys: list[bytes], index: int, end: int) -> bool:
+    def brings_enough(self, keys: list[bytes], index: int, end: int) -> bool:
         """Returns whether at least half of the fetch's blocks are of use to a sequence with these keys, which
         lacks its blocks from `index` on and looks up those before `end`. A source fetches blocks only where
         that is quicker than to compute them, so a wait for half of them takes at most twice as long as
-        computing them."""
-        middle = index + (self.num_full + 1) // 2 - 1  # the block that makes it half of the fetch
-        is_within = middle < min(end, self.start + self.num_full)
-        return is_within and keys[middle] == self.keys[middle - self.start]
+        computing them. Where the blocks are of use only together, all of them must be."""
+        num_full = len(self.chain)
+        # the block that makes it enough
+        last = self.start + num_full - 1 if self.needs_all else index + (num_full + 1) // 2 - 1
+        is_within = last < min(end, self.start + num_full)
+        return is_within and keys[last] == self.chain[last - self.start]
 
 
 class Source(Protocol):
     """A source of blocks that the device lacks: lower tiers (engine/offload/offloader.py), or other workers
     (engine/peers/reader.py)."""
 
-    def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        """Returns how many of the first blocks of keys[start:] this source has and are worth fetching now.
-        The last key may be a tail's (hashing.py), which only other workers have."""
+    def lookup(self, keys: abc.Sequence[bytes], start: int, num_tokens: int | None = None) -> int:
+        """Returns how many of the first blocks of keys[start:] this source has and are worth fetching now;
+        the device has those of keys[:start]. The last key may be a tail's (hashing.py), which only other
+        workers have. With `num_tokens` the blocks are of use only together, in place of computing that many
+        tokens: returns the number of all of them, or 0."""
+        ...
+
+    def has(self, key: bytes) -> bool:
+        """Returns whether this source has a block."""
         ...
 
     def begin(self, fetch: Fetch) -> None:
@@ -65,8 +76,9 @@ class Source(Protocol):
 
 
 class Fetches:
-    """The fetches of one engine. It writes a sequence's `fetch`, and where one ends also `num_computed`,
-    `num_cached_tokens` and `register_at`.
+    """The fetches of one engine, for a model whose layers share all blocks. grouped_fetches.py has the
+    subclass for models with several groups of layers. It writes a sequence's `fetch`, and where one ends also
+    `num_computed`, `num_cached_tokens` and `register_at`.
 
     `register(seq, keys, start, blocks)` enters full blocks into the prefix cache; `release(blocks)` drops
     references."""
@@ -75,7 +87,7 @@ class Fetches:
         self,
         pool: BlockPool,
         block_size: int,
-        register: Callable[[Sequence, list[bytes], int, list[int]], None],
+        register: Callable[..., None],
         release: Callable[[abc.Sequence[int]], None],
     ) -> None:
         self.sources: list[Source] = []  # in the order in which they are asked for missing blocks
@@ -109,46 +121,72 @@ class Fetches:
             if num_blocks:
                 end = start + num_blocks
                 num_full = min(end, num_tokens // size) - start
-                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], i)
-                seq.fetch = fetch
-                self._pool.hold(fetch.held_blocks)
-                self.under_way.append(fetch)
-                self._arriving.update(dict.fromkeys(fetch.keys[:num_full], fetch))
-                source.begin(fetch)
+                # A block that is not full has the tokens up to the last, which is always computed.
+                self._add(
+                    source,
+                    Fetch(
+                        seq,
+                        start,
+                        min(end * size, num_tokens),
+                        keys[start : start + num_full],
+                        [Place(0, index) for index in range(start, end)],
+                        keys[start:end],
+                        seq.block_ids[start:end],
+                        seq.block_ids[:end],
+                        seq.block_ids[start:],
+                        i,
+                    ),
+                )
                 return True
         return False
+
+    def _add(self, source: Source, fetch: Fetch) -> None:
+        fetch.seq.fetch = fetch
+        self._pool.hold(fetch.held_blocks)
+        self.under_way.append(fetch)
+        self._arriving.update(dict.fromkeys(fetch.chain, fetch))
+        source.begin(fetch)
 
     def arriving(self, key: bytes) -> Fetch | None:
         """Returns the newest fetch that will make a block findable."""
         return self._arriving.get(key)
 
-    def arrived(self, fetch: Fetch, num_blocks: int) -> None:
+    def arrived(self, fetch: Fetch, num_blocks: int) -> bool:
         """Ends a fetch whose first `num_blocks` blocks have arrived intact. If its sequence still waits for
-        it, the sources after this one are asked for the other blocks."""
+        it, the sources after this one are asked for the other blocks. Returns False if the sequence must
+        start again: it waits for blocks of which only all are of use, and some have not arrived. It will then
+        find the ones that have, and no source is asked."""
         self.under_way.remove(fetch)
-        num_full = min(num_blocks, fetch.num_full)
+        seq, size, is_whole = fetch.seq, self._block_size, num_blocks == len(fetch.keys)
+        end = fetch.end if is_whole else (fetch.start + num_blocks) * size
         if fetch.findable:
-            for key in fetch.keys[: fetch.num_full]:
+            for key in fetch.chain:
                 if self._arriving.get(key) is fetch:
                     del self._arriving[key]
-            self._register(fetch.seq, fetch.keys[:num_full], fetch.start, fetch.blocks[:num_full])
-        seq = fetch.seq
+            self._make_findable(fetch, num_blocks)
         is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
+        is_usable = is_whole or not fetch.needs_all
         if is_wanted:
             seq.fetch = None
-            # A block that is not full has the tokens up to the last, which is always computed.
-            end = min((fetch.start + num_blocks) * self._block_size, seq.num_tokens - 1)
-            num_tokens = end - seq.num_computed
+            seq.was_prefetched = not is_usable
+        if is_wanted and is_usable:
+            num_tokens = end - fetch.start * size
             seq.num_computed = end
             if fetch.findable:
                 # The full blocks that have arrived are findable already.
-                seq.register_at += num_full * self._block_size
+                seq.register_at += (end // size - fetch.start) * size
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self.num_hits += num_tokens
         self._release(fetch.held_blocks)
-        if is_wanted and fetch.findable:
-            self._begin(seq, fetch.start + num_blocks, fetch.num_asked)
+        if is_wanted and is_usable and fetch.findable:
+            self._begin(seq, -(-end // size), fetch.num_asked)
+        return is_usable or not is_wanted
+
+    def _make_findable(self, fetch: Fetch, num_blocks: int) -> None:
+        """Enters the full ones of the first blocks into the prefix cache."""
+        num_full = min(num_blocks, len(fetch.chain))
+        self._register(fetch.seq, fetch.keys[:num_full], fetch.start, fetch.blocks[:num_full])
 
     def forget(self) -> None:
         """Keeps what is on its way out of the prefix cache, which was reset."""

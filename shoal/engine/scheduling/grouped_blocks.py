@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, abc
 from itertools import accumulate
 
+from shoal.engine.scheduling.grouped_fetches import GroupedFetches
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import group_key
@@ -50,11 +51,23 @@ class GroupedBlocks(SequenceBlocks):
         self.largest = max(group.block_size for group in groups)
         self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
         self._group_of = [0] * num_blocks  # the group that each held block belongs to
+        self.fetches = GroupedFetches(
+            self.pool,
+            block_size,
+            self.groups,
+            self._register,
+            self._release,
+            self.blocks_of,
+            self._take_again,
+        )
 
     def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
         if not self._looks_up(seq):
             return [[] for _ in self.groups], 0
         self._extend_keys(seq)
+        tail = seq.tail
+        if tail is not None and tail.end < seq.num_tokens and self._is_of(tail, seq):
+            return [list(table) for table in tail.tables], tail.end
         keys = seq.keys[: (seq.num_tokens - 1) // self.block_size]
         return match(self.pool, self.groups, keys, self.block_size)
 
@@ -75,6 +88,19 @@ class GroupedBlocks(SequenceBlocks):
         seq.tables = found
         self._add(seq, lacking, blocks[len(shared) :])
         return True
+
+    def _take_again(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        """Exchanges the blocks of a sequence that has just started, or whose fetch has just ended, for those
+        with which it would start with `num_cached` tokens. Returns False if there is no room for them; the
+        sequence then has as many blocks as before."""
+        computed = seq.num_computed
+        before = [table[: group.num_blocks(computed)] for group, table in zip(self.groups, seq.tables)]
+        self._release(self.blocks_of(seq))
+        is_taken = self._take(seq, found, num_cached)
+        if not is_taken:
+            taken_back = self._take(seq, before, computed)
+            assert taken_back, "a sequence's own blocks are gone"
+        return is_taken
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives back what lies before the windows, and then gives the sequence blocks for `num_tokens`

@@ -50,9 +50,15 @@ class CompletedFetch:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A block that is not full, with the KV of the tokens after a prompt's last full block."""
+    """The blocks of a prompt, of which the last ones are not full: they have the KV of the tokens after the
+    last full ones."""
 
-    block: int
+    tables: list[list[int]]  # a table for each group of layers
     end: int  # number of tokens up to the tail's last
     keys: list[bytes]  # keys of the prompt's blocks, with the tail's last
-    generation: int  # the pool's, of the block: another one if the block was taken for something else
+    generation: int  # the pool's, of `block`: another one if the block was taken for something else
+
+    @property
+    def block(self) -> int:
+        """The last block of the first table."""
+        return self.tables[0][-1]

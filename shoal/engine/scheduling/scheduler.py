@@ -325,10 +325,13 @@ class Scheduler:
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
         """Ends a fetch whose first `num_blocks` blocks have arrived intact. The sequence computes the
-        others."""
+        others, or starts again with those that it finds then."""
         seq = fetch.seq
-        self.blocks.fetches.arrived(fetch, num_blocks)
-        if seq.status is FETCHING and seq.fetch is None:
+        if not self.blocks.fetches.arrived(fetch, num_blocks):
+            self._preempt(seq)
+            self._num_preemptions -= 1
+            seq.num_admissions -= 1
+        elif seq.status is FETCHING and seq.fetch is None:
             seq.status = PREFILL
 
     # Everything else

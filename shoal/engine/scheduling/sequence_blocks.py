@@ -22,6 +22,7 @@ from shoal.engine.scheduling.seams import BlockWatcher
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
+from shoal.kv.groups import LayerGroup
 from shoal.stats import Stats
 
 NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of the prefix cache
@@ -39,6 +40,7 @@ class SequenceBlocks:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = self.largest = block_size  # tokens; `largest` of any block
+        self.groups: tuple[LayerGroup, ...] = (LayerGroup((), block_size),)  # a sequence has a table for each
         self.room = num_blocks * block_size  # the most tokens that one sequence can have
         self.chunk = sys.maxsize  # the most tokens of one sequence that a step may compute
         self.watchers: list[BlockWatcher] = []
@@ -98,7 +100,7 @@ class SequenceBlocks:
         key = seq.keys[index]
         num_promises, fetch = self._promised.get(key, 0), self.fetches.arriving(key)
         if fetch is not None:
-            if fetch.brings_half(seq.keys, index, end):
+            if fetch.brings_enough(seq.keys, index, end):
                 return True
             num_promises -= bool(fetch.seq.promised)  # the fetch will keep this one
         return num_promises > 0
@@ -260,7 +262,11 @@ class SequenceBlocks:
 
     def _follows(self, tail: Tail, seq: Sequence, num_full: int) -> bool:
         """Returns whether a tail has the KV of the sequence's tokens after its first `num_full` blocks."""
-        if tail.end // self.block_size != num_full or self.pool.generation(tail.block) != tail.generation:
+        return tail.end // self.block_size == num_full and self._is_of(tail, seq)
+
+    def _is_of(self, tail: Tail, seq: Sequence) -> bool:
+        """Returns whether a tail has the KV of the sequence's tokens up to its end."""
+        if self.pool.generation(tail.block) != tail.generation:
             return False
         return tail.keys == keys_with_tail(seq.keys, seq.root, seq.token_ids[: tail.end], self.block_size)
 

@@ -34,18 +34,19 @@ class BlockMeta:
     parent: bytes | None  # key of the block before it; None for a first one
     token_ids: Sequence[int]
     extra: tuple[str | None, str | None] = (None, None)  # adapter, cache salt
+    group: int = 0  # the layers whose keys and values it has (kv/groups.py); the key differs, too
 
     def to_plain(self) -> PlainMeta:
         """The same as plain data, which can be sent to another rank."""
-        return self.key, self.parent, array("I", self.token_ids).tobytes(), *self.extra
+        return self.key, self.parent, array("I", self.token_ids).tobytes(), *self.extra, self.group
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> BlockMeta:
-        key, parent, tokens, adapter, salt = plain
-        return cls(key, parent, array("I", tokens), (adapter, salt))
+        key, parent, tokens, adapter, salt, group = plain
+        return cls(key, parent, array("I", tokens), (adapter, salt), group)
 
 
-PlainMeta = tuple[bytes, bytes | None, bytes, str | None, str | None]
+PlainMeta = tuple[bytes, bytes | None, bytes, str | None, str | None, int]
 Event = BlockMeta | bytes  # a tier stored this block, or removed the block with this key
 
 

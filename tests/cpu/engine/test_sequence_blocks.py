@@ -191,7 +191,7 @@ class Trace:
         fetch = self.source.begun.pop(self.r.randrange(len(self.source.begun)))
         num_blocks = self.r.randint(0, len(fetch.keys))
         seq, findable, is_wanted = fetch.seq, fetch.findable, fetch.seq.fetch is fetch
-        for i in range(min(num_blocks, fetch.num_full)):
+        for i in range(min(num_blocks, len(fetch.chain))):
             content = (seq.request.cache_salt, *seq.token_ids[: (fetch.start + i + 1) * self.size])
             if findable:
                 self.model.computed[fetch.blocks[i]] = content

@@ -114,7 +114,7 @@ def test_the_first_step_is_a_decode_of_one_token(scheduler):
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
     [fetch] = scheduler.blocks.fetches.under_way
-    assert fetch.keys == keys_with_tail(seq.keys, seq.root, PROMPT, SIZE) and fetch.num_full == 4
+    assert fetch.keys == keys_with_tail(seq.keys, seq.root, PROMPT, SIZE) and len(fetch.chain) == 4
     scheduler.fetched(fetch, 5)
     scheduler.check()
     assert planned(scheduler) == ([("d", 18, 1)], [])
@@ -278,7 +278,7 @@ def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
     [late] = scheduler.blocks.fetches.under_way
-    assert (late.start, len(late.keys), late.num_full) == (4, 1, 0), "only the tail is missing"
+    assert (late.start, len(late.keys), len(late.chain)) == (4, 1, 0), "only the tail is missing"
     scheduler.preempt_all()
     scheduler.blocks.fetches.sources[-1].lacks = 99
     for _ in range(4):
@@ -381,7 +381,7 @@ class LentTrace(Trace):
         self.device.began[seq, seq.num_admissions] = self.device.epoch
         history = History(seq.request, seq.token_ids[: seq.num_tokens - 1])
         self.under_way.append((fetch, history, self.device.epoch))
-        self.seen["tails fetched"] += fetch.num_full < len(fetch.keys)
+        self.seen["tails fetched"] += len(fetch.chain) < len(fetch.keys)
 
     def arrive_at(self, fetch, history, epoch, num_blocks):
         size = self.block_size

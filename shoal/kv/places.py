@@ -1,0 +1,61 @@
+"""`Place`: a block of a sequence, by group of layers and number. Here is which places a sequence needs to
+continue after some of its tokens, and under which keys their blocks are found. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shoal.hashing import group_key
+from shoal.kv.groups import LayerGroup
+
+
+class Place(NamedTuple):
+    """A place in the tables of a sequence: the block with this number, from 0, in the table of a group."""
+
+    group: int
+    number: int
+
+
+def places(groups: Sequence[LayerGroup], end: int) -> list[Place]:
+    """Returns the places of the blocks that a sequence needs to continue after its first `end` tokens, in the
+    order in which these tokens fill them."""
+    found = [
+        (min((i + 1) * group.block_size, end), g, i)
+        for g, group in enumerate(groups)
+        for i in range(group.first_block(end), group.num_blocks(end))
+    ]
+    return [Place(g, i) for _, g, i in sorted(found)]
+
+
+def key_of(place: Place, groups: Sequence[LayerGroup], chain: Sequence[bytes], block_size: int) -> bytes:
+    """Returns the key of the block at a place. `chain` has a key for each `block_size` tokens of the
+    sequence, and maybe one for a tail (hashing.py), with which the last block of each group is found."""
+    step = groups[place.group].block_size // block_size
+    return group_key(chain[min((place.number + 1) * step, len(chain)) - 1], place.group)
+
+
+def longest_end(groups: Sequence[LayerGroup], end: int, has: Callable[[Place], bool]) -> int:
+    """Returns the most tokens up to `end` after which a sequence can continue with full blocks of all groups:
+    `has` says whether the block at a place is there."""
+    largest = max(group.block_size for group in groups)
+    for g, group in enumerate(groups):
+        if group.window is None:
+            num_full = end // group.block_size
+            end = next((i for i in range(num_full) if not has(Place(g, i))), num_full) * group.block_size
+    end = end // largest * largest
+    known: dict[Place, bool] = {}
+    lacks_any = True
+    while lacks_any:
+        lacks_any = False
+        for g, group in enumerate(groups):
+            if group.window is None:
+                continue
+            for i in range(end // group.block_size - 1, group.first_block(end) - 1, -1):
+                place = Place(g, i)
+                if place not in known:
+                    known[place] = has(place)
+                if not known[place]:
+                    end, lacks_any = i * group.block_size // largest * largest, True
+                    break
+    return end
