@@ -55,9 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--pause", type=float, default=0.001, help="seconds after a step (default: 0.001)")
     arguments = parser.parse_args()
-    events = KvEvents(
-        KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://kv-events-benchmark"), 16
-    )
+    events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://kv-events-benchmark"))
     schedulers = {"without events": start(None), "published": start(events)}
     seconds: dict[str, list[float]] = {name: [] for name in schedulers}
     for _ in range(arguments.steps):

@@ -23,14 +23,15 @@ class BlockEvents(StepPart):
         at `run`. Events report the blocks of the first group."""
         if group:
             return
-        size, end, run = self._blocks.block_size, start + len(blocks), start
+        step = self._blocks.groups[0].block_size // self._blocks.block_size  # keys of the chain for a block
+        size, end, run = self._blocks.groups[0].block_size, start + len(blocks), start
         for i in range(start, end + 1):
             if i < end and self._blocks.pool.key_of(blocks[i - start]) is not None:
                 continue
             if run < i:
                 self._events.stored(
-                    seq.keys[run:i],
-                    seq.keys[run - 1] if run else None,
+                    seq.keys[(run + 1) * step - 1 : i * step : step],
+                    seq.keys[run * step - 1] if run else None,
                     seq.token_ids[run * size : i * size],
                     seq.request.adapter,
                     seq.request.cache_salt,
@@ -62,7 +63,7 @@ class BlockEvents(StepPart):
         self._events.flush()
 
     def check(self) -> None:
-        self._events.check(self._blocks.pool.cached_keys())
+        self._events.check(self._blocks.pool.cached_keys(), has_others=len(self._blocks.groups) > 1)
 
     def close(self) -> None:
         self._blocks.pool.listeners.remove(self)

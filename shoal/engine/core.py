@@ -109,7 +109,7 @@ class EngineCore:
 
     def _open_events(self) -> KvEvents | None:
         options = self.config.kv_events_config
-        return KvEvents(options, self.config.block_size) if options.enable_kv_cache_events else None
+        return KvEvents(options) if options.enable_kv_cache_events else None
 
     def _start(self, files: CheckpointFiles, undo: ExitStack) -> None:
         config = self.config

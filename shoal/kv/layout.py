@@ -172,6 +172,12 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "; ".join(differing) or None
 
 
+def opaque_spec(block_bytes: int, num_blocks: int) -> CacheSpec:
+    """Describes blocks by their bytes alone, whatever group of layers each belongs to: for copies between
+    places that keep blocks as they are."""
+    return CacheSpec(Layout.WHOLE_BLOCKS, 1, 1, block_bytes, "uint8", 1, num_blocks, planes=1)
+
+
 class SharedHeads(NamedTuple):
     """Neighbouring heads that one rank of a source has and one rank of a destination wants. Each rank's heads
     are counted from its own first one."""

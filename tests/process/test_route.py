@@ -142,7 +142,7 @@ def test_each_rank_of_a_data_parallel_worker_gets_the_prompts_that_it_has(router
         endpoint=f"tcp://lo:{events_port}",
         replay_endpoint=f"tcp://lo:{replay_port}",
     )
-    ranks = [KvEvents(config, 16, rank) for rank in range(2)]
+    ranks = [KvEvents(config, rank) for rank in range(2)]
     try:
         prompts = [f"{rank}: {PROMPT}" for rank in range(2)]
         for rank, events, prompt in zip(range(2), ranks, prompts):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc
-from concurrent.futures import Future
 from dataclasses import replace
 
 from shoal.api import KV_CACHE, Output
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.costs import Costs, plausible_copy_s
 from shoal.engine.offload.ledger import HOST
+from shoal.engine.offload.look_ups import LookUps
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
 from shoal.engine.ranks.ranks import Ranks
@@ -26,7 +26,6 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.step_part import StepPart
 from shoal.errors import ConfigError
-from shoal.hashing import extend_keys
 from shoal.kv.events.publisher import KvEvents
 from shoal.kv.tiers.block_file import Event
 from shoal.kv.tiers.host import HostTier
@@ -65,13 +64,12 @@ class KvTiers(StepPart):
         self.persistent = ranks.runner.kv.tiers
         self._is_stale = False  # the persistent tiers are closed, as the weights have changed
         self._open_persistent()
-        # for each sequence that waits until tiers have said what they have of its prompt: their answers
-        self._look_ups: dict[Sequence, list[Future[int]]] = {}
         self.costs = self._first_costs(measured)
         below = [tier.stats().capacity_blocks for tier in self.persistent.values()]
         self.policy = _policy(
             config,
             scheduler.blocks.pool.num_blocks,
+            len(scheduler.blocks.groups),
             num_host_blocks,
             min(filter(None, below), default=0),
             rank_block_bytes,
@@ -79,6 +77,9 @@ class KvTiers(StepPart):
         self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
+        self.look_ups = LookUps(
+            scheduler.blocks, lambda: self.persistent.values(), lambda key: self.offloader.has(key)
+        )
         self._attach()
 
     def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
@@ -136,29 +137,19 @@ class KvTiers(StepPart):
     def added(self, seq: Sequence) -> None:
         """Asks those tiers that must be asked what they have of the prompt, unless nearer ones have all of
         it. The sequence starts when they have answered."""
-        asked = [tier for tier in self.persistent.values() if tier.must_be_asked]
         params = seq.request.params
-        if not asked or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+        if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
             return
-        if seq.request.continues is not None:
-            return  # its prefetch request has done the lookup
-        block_size = self.config.block_size
-        extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
-        keys = seq.keys[: (seq.num_tokens - 1) // block_size]
-        if any(
-            self.scheduler.blocks.pool.find(key) is None and self.offloader.where(key) is None for key in keys
-        ):
-            self._look_ups[seq] = [tier.look_up(keys) for tier in asked]
+        if seq.request.continues is None:  # otherwise its prefetch request has done the lookup
+            self.look_ups.begin(seq)
 
     def may_start(self, seq: Sequence) -> bool:
-        return seq not in self._look_ups
+        return not self.look_ups.is_waiting(seq)
 
     def before_schedule(self) -> None:
         if self._is_stale:
             self._reopen_persistent()
-        for seq, answers in list(self._look_ups.items()):
-            if all(answer.done() for answer in answers):
-                del self._look_ups[seq]
+        self.look_ups.advance()
         self.offloader.poll()
         self._publish()
 
@@ -352,16 +343,22 @@ def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
 
 
 def _policy(
-    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, num_below: int, rank_block_bytes: int
+    config: ResolvedConfig,
+    num_blocks: int,
+    num_groups: int,
+    num_host_blocks: int,
+    num_below: int,
+    rank_block_bytes: int,
 ) -> OffloadPolicy:
-    """`num_blocks`: blocks of the device's cache. `num_below`: blocks of the smallest persistent tier; 0:
-    unknown, or no such tier.
+    """`num_blocks`: blocks of the device's cache. `num_groups`: groups of layers. `num_below`: blocks of the
+    smallest persistent tier; 0: unknown, or no such tier.
 
     Blocks copied ahead of their eviction take at most half of a lower tier. If they took all of it, each
     block written there would evict another one of them, without end.
     """
     has_host_tier = config.kv_host_bytes > 0
-    blocks_of_two_steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
+    blocks_of_a_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
+    blocks_of_two_steps = 2 * num_groups * blocks_of_a_step
     watermark = max(blocks_of_two_steps, min(WATERMARK, num_blocks // 2))
     watermark = min(watermark, num_blocks)
     host_watermark = min(HOST_WATERMARK, num_host_blocks // 2)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from shoal.config import ResolvedConfig
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
+from shoal.kv.layout import opaque_spec
 from shoal.kv.storage import memory_of
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.registry import TierPlace, open_tiers
@@ -58,8 +58,8 @@ class RankKv:
         self, config: ResolvedConfig, cache: KvCache, device: torch.device, num_host_blocks: int
     ) -> None:
         """Takes the host slab. Raises ConfigError if there is no memory for it."""
-        self.config, self.spec, self.device = config, cache.plan.specs[0], device
-        host_spec = replace(self.spec, num_blocks=num_host_blocks)
+        self.config, self.plan, self.device = config, cache.plan, device
+        host_spec = opaque_spec(self.plan.block_bytes, num_host_blocks)
         try:
             self.slab = HostSlab(num_host_blocks, host_spec.block_bytes, device)
         except (MemoryError, OSError) as error:
@@ -70,7 +70,8 @@ class RankKv:
                 f"{what} can't be had, {host_spec.num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
         self.tiers: dict[str, Tier] = {}  # by name, while they are open
-        inside = cache.views()[0]
+        inside_spec = opaque_spec(self.plan.block_bytes, self.plan.num_blocks)
+        inside = BlockView.over(inside_spec, memory_of(cache.blocks))
         outside = BlockView.over(host_spec, memory_of(self.slab.rows))
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}
@@ -85,7 +86,7 @@ class RankKv:
         ConfigError."""
         self.close_tiers()
         config = self.config
-        self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.spec, record_events)))
+        self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.plan.specs, record_events)))
 
     def close_tiers(self) -> None:
         with ExitStack() as ends:
@@ -106,9 +107,8 @@ class RankKv:
             self._in.stage(self._maps["in"], blocks, blocks).trigger_all_layers()
             self._settle()
 
-        spec = self.spec
-        pinned = CHUNK_BYTES // spec.block_bytes
-        num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(self.slab.rows), spec.num_blocks))
+        pinned = CHUNK_BYTES // self.plan.block_bytes
+        num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(self.slab.rows), self.plan.num_blocks))
         seconds = measure_block_s(copy, num_blocks, time.perf_counter)
         self.slab.pin_rest()
         return seconds

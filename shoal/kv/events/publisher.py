@@ -73,8 +73,7 @@ class BlockIndex:
     """The published blocks that are still cached, by tier: name -> block. If two contents have one name
     (2^-64), the first is published."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self) -> None:
         self.tiers: dict[str, dict[int, _Block]] = {}
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
@@ -111,7 +110,7 @@ class BlockIndex:
 
     def _store(self, stored: Stored) -> Iterator[BlockStored]:
         tokens = array("I", stored.token_ids)
-        data, size = tokens.tobytes(), self.block_size * tokens.itemsize
+        data, size = tokens.tobytes(), len(tokens) // max(1, len(stored.keys)) * tokens.itemsize
         blocks = self.tiers.setdefault(stored.tier, {})
         parent = None if stored.parent is None else block_name(stored.parent)
         adapter, salt = _text(stored.adapter), _text(stored.cache_salt) if parent is None else None
@@ -145,7 +144,7 @@ class BlockIndex:
             [name for name, _ in run],
             first.parent,
             tokens.tolist(),
-            self.block_size,
+            len(first.token_ids) // tokens.itemsize,
             None,
             tier,
             first.adapter,
@@ -188,11 +187,11 @@ class KvEvents:
     waits.
     """
 
-    def __init__(self, config: KVEventsConfig, block_size: int, data_parallel_rank: int = 0) -> None:
+    def __init__(self, config: KVEventsConfig, data_parallel_rank: int = 0) -> None:
         self.config, self.data_parallel_rank = config, data_parallel_rank
         self._changes: list[Change] = []
         self._queue: SimpleQueue[tuple[float, list[Change]] | Callable[[], None] | None] = SimpleQueue()
-        self._index = BlockIndex(block_size)
+        self._index = BlockIndex()
         self._recent: deque[bytes] = deque(maxlen=config.buffer_steps)
         self._next = 0  # the number of the next batch
         self._drained = 0  # batches up to here were drained
@@ -245,11 +244,13 @@ class KvEvents:
         if self._thread.is_alive():  # otherwise the queue has no reader
             self._queue.put((time.time(), changes))
 
-    def check(self, keys: Sequence[bytes]) -> None:
-        """Checks that exactly these blocks are published as being on the device."""
+    def check(self, keys: Sequence[bytes], has_others: bool = False) -> None:
+        """Checks that exactly these blocks are published as being on the device; `has_others`: some of them
+        are not published."""
         self.flush()
         published = self._ask(lambda: {block.key for block in self._index.tiers.get(GPU, {}).values()})
-        assert published == set(keys), f"{len(published)} blocks are published, {len(keys)} are cached"
+        wrong = published - set(keys) if has_others else published ^ set(keys)
+        assert not wrong, f"{len(published)} blocks are published, {len(keys)} are cached"
 
     def close(self) -> None:
         """Publishes the remaining changes and stops. Safe to call twice."""

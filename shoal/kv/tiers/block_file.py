@@ -54,8 +54,10 @@ def identity(spec: CacheSpec) -> list[str | int]:
     """Returns the layout of a rank's blocks as plain values. Blocks of different layouts can't replace each
     other. The number of blocks does not matter."""
     scales = [spec.scales] if spec.scales else []
+    rest: list[str | int] = ["planes", spec.planes, spec.padding] if spec.planes != 2 or spec.padding else []
     return [
         *scales,
+        *rest,
         spec.layout.value,
         spec.num_layers,
         spec.num_heads,
@@ -67,18 +69,20 @@ def identity(spec: CacheSpec) -> list[str | int]:
     ]
 
 
-def spec_name(spec: CacheSpec) -> str:
-    """Returns a name that the ranks of an engine share, and that differs for any other layout."""
-    kind = repr(identity(spec)[:-1])
+def spec_name(spec: CacheSpec, other_specs: Sequence[CacheSpec] = ()) -> str:
+    """Returns a name that the ranks of an engine share, and that differs for any other layout of any group of
+    layers."""
+    kind = "".join(repr(identity(one)[:-1]) for one in (spec, *other_specs))
     return f"{spec.dtype}-{spec.block_size}-tp{spec.tp_size}-{xxhash.xxh3_64_hexdigest(kind.encode())}"
 
 
 class BlockFormat:
-    """The files of one model (`fingerprint`: of its weights' content) and one rank's cache."""
+    """The files of one model (`fingerprint`: of its weights' content) and one rank's cache. `other_specs`: of
+    further groups of layers, whose blocks have as many bytes."""
 
-    def __init__(self, fingerprint: bytes, spec: CacheSpec) -> None:
+    def __init__(self, fingerprint: bytes, spec: CacheSpec, other_specs: Sequence[CacheSpec] = ()) -> None:
         self.spec = spec
-        self._identity = [fingerprint, *identity(spec)]
+        self._identity = [fingerprint, *identity(spec), *map(identity, other_specs)]
 
     def seal(self, meta: BlockMeta, data: Buffer) -> bytes:
         """Returns the front: everything before the data, in whole pages."""

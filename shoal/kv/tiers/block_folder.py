@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shoal.kv.layout import CacheSpec
 from shoal.kv.tiers.block_file import spec_name
@@ -37,9 +37,11 @@ class BlockFolder:
     """Files are written past the page cache where memory and file system allow: at twice the rate for a tenth
     of the CPU time."""
 
-    def __init__(self, path: str, fingerprint: bytes, spec: CacheSpec) -> None:
+    def __init__(
+        self, path: str, fingerprint: bytes, spec: CacheSpec, other_specs: Sequence[CacheSpec] = ()
+    ) -> None:
         self.path, self.spec = path, spec
-        self.spec_folder = os.path.join(path, fingerprint.hex(), spec_name(spec))
+        self.spec_folder = os.path.join(path, fingerprint.hex(), spec_name(spec, other_specs))
         self.root = os.path.join(self.spec_folder, f"rank{spec.tp_rank}")
         self.direct = hasattr(os, "O_DIRECT")
         self._unfinished = ""  # the folder of files being written

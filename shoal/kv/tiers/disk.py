@@ -40,7 +40,8 @@ OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EI
 class DiskTier:
     """A Tier (kv/tiers/tier.py) in the folder `path`, of at most `max_bytes`. Raises ConfigError, from its
     constructor alone, if the folder can't be used or `max_bytes` is less than one file. With `record_events`
-    the caller must call take_events.
+    the caller must call take_events. `other_specs`: of further groups of layers, whose blocks have as many
+    bytes.
     """
 
     must_be_asked = False
@@ -55,16 +56,17 @@ class DiskTier:
         threads: int = 4,
         max_pending: int = 64,
         record_events: bool = False,
+        other_specs: Sequence[CacheSpec] = (),
     ) -> None:
         self.path, self.max_bytes, self.spec = path, max_bytes, spec
-        self._format = BlockFormat(fingerprint, spec)
+        self._format = BlockFormat(fingerprint, spec, other_specs)
         least = in_pages(self._format.least_bytes)
         self._max_blocks = max_bytes // least
         if not self._max_blocks:
             raise ConfigError(
                 f"kv_disk_bytes must be at least {least} a rank, one block's file, got {max_bytes}; raise it"
             )
-        self._folder = BlockFolder(path, fingerprint, spec)
+        self._folder = BlockFolder(path, fingerprint, spec, other_specs)
         self._order = EvictionOrder(policy)
         self._bytes: dict[bytes, int] = {}  # findable blocks, and what their files take
         self._verified: set[bytes] = set()  # findable blocks that were written or read since the start

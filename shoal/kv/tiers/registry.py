@@ -20,7 +20,7 @@ class TierPlace:
     """The identity of a rank's blocks: the model that computed them, and the layout of their bytes."""
 
     fingerprint: bytes  # 16 bytes, of the weights' content
-    spec: CacheSpec
+    specs: tuple[CacheSpec, ...]  # of each group of layers; their blocks have equal bytes
     record_events: bool  # the caller must call take_events
 
 
@@ -39,17 +39,18 @@ def _open_disk(config: EngineConfig, place: TierPlace) -> Tier:
     assert config.kv_disk_path is not None
     return DiskTier(
         config.kv_disk_path,
-        (config.kv_disk_bytes or 0) // place.spec.tp_size,
+        (config.kv_disk_bytes or 0) // place.specs[0].tp_size,
         place.fingerprint,
-        place.spec,
+        place.specs[0],
         config.kv_eviction_policy,
         record_events=place.record_events,
+        other_specs=place.specs[1:],
     )
 
 
 def _open_store(config: EngineConfig, place: TierPlace) -> Tier:
     assert config.kv_store is not None
-    return StoreTier(config.kv_store, place.fingerprint, place.spec)
+    return StoreTier(config.kv_store, place.fingerprint, place.specs[0], other_specs=place.specs[1:])
 
 
 TIERS = (

@@ -66,7 +66,8 @@ class Call(Generic[T]):
 class StoreTier:
     """A Tier (kv/tiers/tier.py) under an fsspec URL. Raises ConfigError, from its constructor alone, if
     fsspec or the URL's backend is missing or nothing can be written there. Futures are done after
-    `timeout_s` seconds at the latest."""
+    `timeout_s` seconds at the latest. `other_specs`: of further groups of layers, whose blocks have as many
+    bytes."""
 
     must_be_asked = True
 
@@ -78,12 +79,14 @@ class StoreTier:
         threads: int = 8,
         max_pending: int = 64,
         timeout_s: float = 10.0,
+        other_specs: Sequence[CacheSpec] = (),
     ) -> None:
         self.url, self.spec, self.timeout_s = shown(url), spec, timeout_s
-        self._format = BlockFormat(fingerprint, spec)
+        self._format = BlockFormat(fingerprint, spec, other_specs)
         self._objects = ObjectStore(url, "kv_store")
         self._fs = self._objects.fs
-        self._root = f"{self._objects.root}/{fingerprint.hex()}/{spec_name(spec)}/rank{spec.tp_rank}"
+        folder = spec_name(spec, other_specs)
+        self._root = f"{self._objects.root}/{fingerprint.hex()}/{folder}/rank{spec.tp_rank}"
         # For each key: True if the block is there, and until when that is valid
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from shoal.config import KVEventsConfig
 from shoal.errors import ConfigError
 from shoal.kv.events.endpoints import is_ours, leaves_the_host
 from shoal.kv.events.publisher import KvEvents
-from tests.cpu.kv.test_replay import SIZE, read, store
+from tests.cpu.kv.test_replay import read, store
 from tests.serving import free_port
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -27,7 +27,7 @@ def start():
     made = []
 
     def events(**options):
-        made.append(KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options), SIZE))
+        made.append(KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options)))
         return made[-1]
 
     yield events

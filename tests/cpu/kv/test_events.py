@@ -52,9 +52,9 @@ def payload(events):
 
 def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     keys, tokens = chain(*range(12))
-    [event] = BlockIndex(SIZE).apply([Stored(keys, None, tokens, None, None, "GPU")])
+    [event] = BlockIndex().apply([Stored(keys, None, tokens, None, None, "GPU")])
     assert event == BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None)
-    index = BlockIndex(SIZE)
+    index = BlockIndex()
     index.apply([Stored(keys[:1], None, tokens[:4], None, None, "GPU")])
     assert index.apply([Stored(keys[1:], keys[0], tokens[4:], None, None, "GPU")]) == [
         BlockStored(names(keys[1:]), block_name(keys[0]), tokens[4:], SIZE, None, "GPU", None)
@@ -63,7 +63,7 @@ def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
 
 def test_changes_without_effect_make_no_event():
     keys, tokens = chain(*range(20))
-    index = BlockIndex(SIZE)
+    index = BlockIndex()
     index.apply(
         [
             Stored(keys[1:2], keys[0], tokens[4:8], None, None, "GPU"),
@@ -80,7 +80,7 @@ def test_changes_without_effect_make_no_event():
 def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_makes_an_event():
     keys, tokens = chain(*range(8))
     store = Stored(keys, None, tokens, None, None, "GPU")
-    index = BlockIndex(SIZE)
+    index = BlockIndex()
     index.apply([store])
     removed = [Removed(key, "GPU") for key in reversed(keys)]
     assert index.apply([*removed, store, removed[0]]) == [
@@ -92,7 +92,7 @@ def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_makes_an_event(
 
 def test_tiers_have_events_of_their_own_and_cleared_means_all():
     keys, tokens = chain(*range(8))
-    index = BlockIndex(SIZE)
+    index = BlockIndex()
     reported = index.apply(
         [
             Stored(keys, None, tokens, None, None, "GPU"),
@@ -111,7 +111,7 @@ def test_tiers_have_events_of_their_own_and_cleared_means_all():
 
 def test_events_have_adapter_and_salt():
     keys, tokens = chain(*range(8), adapter="a", cache_salt="s")
-    index = BlockIndex(SIZE)
+    index = BlockIndex()
     [event] = index.apply([Stored(keys, None, tokens, "a", "s", "GPU")])
     assert event.lora_name == "a" and event.cache_salt == "s"
     lora = {"type": "lora", "name": "a"}
@@ -126,7 +126,7 @@ def test_events_have_adapter_and_salt():
 
 
 def test_of_two_contents_with_one_name_the_first_is_published():
-    index, a, b = BlockIndex(SIZE), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
+    index, a, b = BlockIndex(), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
     store = [Stored([key], None, [1, 2, 3, key[0]], None, None, "GPU") for key in (a, b)]
     assert [event.token_ids for event in index.apply(store)] == [[1, 2, 3, 1]]
     assert index.apply([Removed(b, "GPU")]) == []
@@ -137,7 +137,7 @@ def test_of_two_contents_with_one_name_the_first_is_published():
 def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
-    index, view = BlockIndex(SIZE), View(SIZE, reachable=False)
+    index, view = BlockIndex(), View(SIZE, reachable=False)
     chains = [chain(*(r.randrange(3) for _ in range(SIZE * r.randint(1, 6)))) for _ in range(12)]
     for _ in range(200):
         changes = []
@@ -189,8 +189,7 @@ def test_events_of_any_load_match_the_pool(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
     events = KvEvents(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null", buffer_steps=r.choice((1, 5, 10_000))),
-        SIZE,
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null", buffer_steps=r.choice((1, 5, 10_000)))
     )
     scheduler = Scheduler(
         num_blocks=r.randint(8, 40),
@@ -239,7 +238,7 @@ def test_events_of_any_load_match_the_pool(seed):
 
 
 def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
-    events = KvEvents(QUIET, SIZE)
+    events = KvEvents(QUIET)
     scheduler = Scheduler(
         num_blocks=8, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32
     )
@@ -290,7 +289,7 @@ def publish(tmp_path):
             topic="t",
         )
         config = KVEventsConfig(enable_kv_cache_events=True, **ends | options)
-        events, listener = KvEvents(config, SIZE), Listener(config.endpoint, config.replay_endpoint, b"t")
+        events, listener = KvEvents(config), Listener(config.endpoint, config.replay_endpoint, b"t")
         made.extend((listener, events))
         while not listener.sub.poll(20):  # a subscriber hears nothing until its subscription has arrived
             events.cleared()
@@ -376,7 +375,7 @@ def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
     config = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/e", max_queue_size=3, buffer_steps=2
     )
-    events = KvEvents(config, SIZE)
+    events = KvEvents(config)
     gate = threading.Event()
     events._queue.put(gate.wait)  # the thread is busy
     threading.Timer(0.3, gate.set).start()
@@ -411,7 +410,7 @@ def test_what_is_to_be_published_goes_before_answers(publish):
 
 
 def test_when_the_thread_has_broken_off_nothing_is_kept_for_it(caplog):
-    events = KvEvents(QUIET, SIZE)
+    events = KvEvents(QUIET)
     events._queue.put(lambda: 1 / 0)
     events._thread.join(10)
     for i in range(5):
@@ -436,22 +435,20 @@ def test_an_endpoint_that_cannot_be_had_is_a_config_error(tmp_path):
             with pytest.raises(
                 ConfigError, match=r"kv_events_config\.(replay_)?endpoint .* cannot be opened"
             ):
-                KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options), SIZE)
+                KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options))
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/a")
-    first = KvEvents(config, SIZE)
+    first = KvEvents(config)
     with pytest.raises(ConfigError, match="another process listens there"):
-        KvEvents(config, SIZE)
+        KvEvents(config)
     first.close()
-    KvEvents(config, SIZE).close()
+    KvEvents(config).close()
 
 
 def test_an_address_of_one_host_is_connected_to(tmp_path):
     with zmq.Context() as context, context.socket(zmq.SUB) as sub:
         port = sub.bind_to_random_port("tcp://127.0.0.1")
         sub.subscribe(b"")
-        events = KvEvents(
-            KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}"), SIZE
-        )
+        events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}"))
         while not sub.poll(20):
             store(events, 1, 2, 3, 4)
             events.cleared()
@@ -665,7 +662,7 @@ def test_damaged_batches_are_refused_or_read_and_nothing_else():
     r = random.Random(seed)
     keys, tokens = chain(*range(12), adapter="a", cache_salt="s")
     good = payload(
-        BlockIndex(SIZE).apply(
+        BlockIndex().apply(
             [Stored(keys, None, tokens, "a", "s", "GPU"), Removed(keys[2], "GPU"), Cleared("GPU")]
         )
     )

@@ -38,8 +38,7 @@ def start(tmp_path):
                         "topic": "t",
                     }
                     | options,
-                ),
-                SIZE,
+                )
             )
         )
         return made[-1]

@@ -28,7 +28,7 @@ def config_of(kind, path):
 
 
 def place(fingerprint=MODEL, record_events=False):
-    return TierPlace(fingerprint, SPEC, record_events)
+    return TierPlace(fingerprint, (SPEC,), record_events)
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_our_own_publisher_is_heard_late_and_over_a_gap(monkeypatch, tmp_path):
     context = zmq.asyncio.Context()
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
-    events, tokens = KvEvents(config, 4), list(range(40))
+    events, tokens = KvEvents(config), list(range(40))
     keys = []
     extend_keys(keys, root_key(), tokens, 4)
 
