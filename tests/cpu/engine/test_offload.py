@@ -589,10 +589,10 @@ def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied
     small.scheduler.check()
 
 
-def begin_without_slots(fetcher, fetch, where, block_size):
+def begin_without_slots(fetcher, fetch, where):
     """As if all its blocks had gone since the look-up."""
     keys, fetch.keys = fetch.keys, []
-    job = type(fetcher).begin(fetcher, fetch, where, block_size)
+    job = type(fetcher).begin(fetcher, fetch, where)
     fetch.keys = keys
     return job
 

@@ -88,7 +88,7 @@ class FakeRanks:
         self.asked = []
         self.ready = [(0, 16)]  # host blocks, reported once
         self.runner = SimpleNamespace(
-            cache=SimpleNamespace(spec=SimpleNamespace(block_bytes=BLOCK_BYTES)),
+            cache=SimpleNamespace(plan=SimpleNamespace(block_bytes=BLOCK_BYTES)),
             model_config=MODEL,
             kv=SimpleNamespace(
                 tiers={},
