@@ -363,6 +363,53 @@ FAMILIES |= {
     ),
     "glm4-flash-halves": ("Glm4MoeLiteConfig", dict(LATENTS, rope_interleave=False), None),
 }
+FAMILIES["phi3-window"] = ("Phi3Config", dict(sliding_window=WINDOW, num_key_value_heads=6), None)
+FAMILIES["phi4-mini"] = (
+    "Phi3Config",
+    dict(
+        hidden_size=96,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            original_max_position_embeddings=32,
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+        ),
+    ),
+    old_rope,
+)
+FAMILIES["granite4-dense"] = (
+    "GraniteMoeHybridConfig",
+    dict(
+        layer_types=[FULL] * 3,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        attention_multiplier=0.21,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=0.4,
+        mamba_n_heads=8,
+        mamba_d_head=12,
+    ),
+    None,
+)
+FAMILIES["granite4-dense-rope"] = (
+    "GraniteMoeHybridConfig",
+    FAMILIES["granite4-dense"][1] | dict(position_embedding_type="rope", tie_word_embeddings=True),
+    None,
+)
+FAMILIES["hunyuan"] = (
+    "HunYuanDenseV1Config",
+    dict(
+        head_dim=16,
+        rope_parameters=dict(rope_type="dynamic", alpha=100.0, rope_theta=10000.0, factor=1.0),
+        tie_word_embeddings=True,
+    ),
+    None,
+)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -15,6 +15,8 @@ from shoal.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from shoal.model_config import ModelConfig
+
 LAYER = re.compile(r"(model\.layers\.[0-9]{1,9}\.)(.+)")
 EXPERT = "{}"  # in names: an expert's number
 
@@ -27,6 +29,7 @@ class Stack:
     parts: tuple[str, ...]
     interleaved: bool = False  # the rows of the parts alternate; else they follow one another
     transposed: bool = False  # a matrix in plain numbers is [inputs, outputs]
+    by_heads: bool = False  # parts are q, k and v, of as many rows as they have heads; else parts are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ class Part:
     take: Callable[[torch.Tensor], torch.Tensor]
 
 
-def split(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> Iterator[Part]:
+def split(
+    name: str, shape: tuple[int, ...], stored: Mapping[str, Stored], config: ModelConfig
+) -> Iterator[Part]:
     """Returns the decoder's tensors that a checkpoint's tensor holds. Raises CheckpointError for a shape that
     has no room for them."""
     layer = LAYER.fullmatch(name)
@@ -61,7 +66,10 @@ def split(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> It
             continue
         *experts, suffix = found.groups()
         if isinstance(target, Stack):
-            yield from _parts(name, shape, target, layer[1], (suffix or ".weight")[1:])
+            shares = (1,) * len(target.parts)
+            if target.by_heads:
+                shares = (config.attention.num_heads, *[config.attention.num_kv_heads] * 2)
+            yield from _parts(name, shape, target, shares, layer[1], (suffix or ".weight")[1:])
         elif isinstance(target, Row):
             yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])
         else:
@@ -70,23 +78,29 @@ def split(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> It
     yield Part(name, shape, lambda tensor: tensor)
 
 
-def _parts(name: str, shape: tuple[int, ...], stack: Stack, layer: str, parameter: str) -> Iterator[Part]:
-    by_expert, count = EXPERT in stack.parts[0], len(stack.parts)
+def _parts(
+    name: str, shape: tuple[int, ...], stack: Stack, shares: tuple[int, ...], layer: str, parameter: str
+) -> Iterator[Part]:
+    by_expert, total = EXPERT in stack.parts[0], sum(shares)
     turned = stack.transposed and parameter == "weight"
     outs = int(by_expert) + int(turned)  # the dimension of outputs
-    if len(shape) <= outs or shape[outs] % count:
+    if shape == (1,) and parameter.endswith("scale"):  # one for all parts
+        for part in stack.parts:
+            yield Part(f"{layer}{part}.{parameter}", shape, lambda tensor: tensor)
+        return
+    if len(shape) <= outs or shape[outs] % total:
         raise CheckpointError(
-            f"{name} has shape {list(shape)}, which does not hold {count} equal parts in dimension {outs}; "
+            f"{name} has shape {list(shape)}, which does not hold {total} equal parts in dimension {outs}; "
             "is it another model's file?"
         )
-    size = shape[outs] // count
-    own = list(shape[int(by_expert) :])
-    own[outs - int(by_expert)] = size
-    if turned:
-        own = own[::-1]
+    unit = shape[outs] // total
     for expert in range(shape[0]) if by_expert else (None,):
         for i, part in enumerate(stack.parts):
-            rows = slice(i, None, count) if stack.interleaved else slice(i * size, (i + 1) * size)
+            own, start = list(shape[int(by_expert) :]), unit * sum(shares[:i])
+            own[outs - int(by_expert)] = unit * shares[i]
+            if turned:
+                own = own[::-1]
+            rows = slice(i, None, total) if stack.interleaved else slice(start, start + unit * shares[i])
 
             def take(tensor: torch.Tensor, expert: int | None = expert, rows: slice = rows) -> torch.Tensor:
                 matrix = tensor if expert is None else tensor[expert]

@@ -132,12 +132,15 @@ def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def _layer_types(architecture: Architecture, fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     """The type of each layer. Where the architecture does not read them they are all of one type, and unknown
     ones are refused all the same."""
-    given = given_layer_types(fields, architecture.known_layer_types)
+    known = architecture.known_layer_types
+    given = given_layer_types(fields, known)
     if architecture.layer_types is None:
         return (FULL,) * num_layers
-    if given is None:
-        return architecture.layer_types(fields, num_layers)
-    return check_length(fields, given, num_layers)
+    if given is not None:
+        return check_length(fields, given, num_layers)
+    kinds = architecture.layer_types(fields, num_layers)
+    checked = given_layer_types(ConfigFields({"layer_types": [*kinds]}, fields.where), known)
+    return kinds if checked is None else checked
 
 
 def _activation(fields: ConfigFields) -> str:

@@ -60,7 +60,7 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     matrices: set[str] = set()
     for _, headers in shards:
         for name, header in headers.items():
-            parts = list(split(name, header.shape, BY_NAME[files.config.architecture].tensors))
+            parts = list(split(name, header.shape, BY_NAME[files.config.architecture].tensors, files.config))
             if not is_projection(parts[0].name):
                 continue
             if len(parts) > 1:

@@ -89,7 +89,7 @@ def _headers(folder: Path, dtypes: Mapping[str, int], config: ModelConfig) -> di
     stored, found = ARCHITECTURES[config.architecture].tensors, {}
     for _, headers in safetensors_headers(folder, dtypes):
         for name, header in headers.items():
-            for part in split(name, header.shape, stored):
+            for part in split(name, header.shape, stored, config):
                 found[part.name] = TensorHeader(header.dtype, part.shape)
     return found
 
@@ -99,7 +99,7 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     stored = ARCHITECTURES[config.architecture].tensors
     for name, tensor in safetensors_tensors(folder, dtypes):
-        for part in split(name, tuple(tensor.shape), stored):
+        for part in split(name, tuple(tensor.shape), stored, config):
             yield part.name, part.take(tensor)
 
 

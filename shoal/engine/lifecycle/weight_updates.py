@@ -128,7 +128,7 @@ class Weights:
             {
                 part.name: part.take(tensor)
                 for name, tensor in given.items()
-                for part in split(name, tuple(tensor.shape), stored)
+                for part in split(name, tuple(tensor.shape), stored, self._model_config)
             }
         )
         names = self._check_tensors(
