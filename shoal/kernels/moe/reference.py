@@ -97,14 +97,18 @@ def mix_experts(
     tokens x."""
     weights_Tk, experts_Tk = route(router_logits_TE, router, tensors)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
-    order = experts_Tk.flatten().argsort(stable=True)
-    tokens, weights = order // router.top_k, weights_Tk.flatten()[order].unsqueeze(1)
-    start = 0
-    for expert, count in enumerate(experts_Tk.flatten().bincount().tolist()):
-        if count:
-            own = slice(start, start + count)
-            result = run_expert(expert, x_TD[tokens[own]]).float()
-            out_TD.index_add_(0, tokens[own], result * weights[own])
-            start += count
+    if len(x_TD) == 1:  # rows are neither gathered nor scattered, which takes as long as a small expert
+        for expert, weight in sorted(zip(experts_Tk[0].tolist(), weights_Tk[0].tolist())):
+            out_TD.add_(run_expert(expert, x_TD), alpha=weight)
+    else:
+        order = experts_Tk.flatten().argsort(stable=True)
+        tokens, weights = order // router.top_k, weights_Tk.flatten()[order].unsqueeze(1)
+        start = 0
+        for expert, count in enumerate(experts_Tk.flatten().bincount().tolist()):
+            if count:
+                own = slice(start, start + count)
+                result = run_expert(expert, x_TD[tokens[own]]).float()
+                out_TD.index_add_(0, tokens[own], result * weights[own])
+                start += count
     out_TD = out_TD.to(x_TD.dtype)
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)
