@@ -78,14 +78,19 @@ def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
 def checkpoint_tensors(
     module: nn.Module, config: ModelConfig, prefix: str = "model."
 ) -> Iterator[CheckpointTensor]:
-    """Returns the checkpoint's tensors for the layers in `module`. A name is the
-    module's path here, behind `prefix`; the output head's has no prefix."""
+    """Returns the checkpoint's tensors for the layers in `module`, as its architecture stores them."""
     interleaved = ARCHITECTURES[config.architecture].interleaved
+    for tensor in layer_tensors(module, prefix):
+        rotates = interleaved and (".q_proj." in tensor.name or ".k_proj." in tensor.name)
+        yield by_halves(tensor, config) if rotates else tensor
+
+
+def layer_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
+    """Returns the tensors for the layers in `module`. A name is the module's path here, behind `prefix`; the
+    output head's has no prefix."""
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):
-            for tensor in layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}"):
-                rotates = interleaved and (".q_proj." in tensor.name or ".k_proj." in tensor.name)
-                yield by_halves(tensor, config) if rotates else tensor
+            yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
 
 
 def by_halves(tensor: CheckpointTensor, config: ModelConfig) -> CheckpointTensor:

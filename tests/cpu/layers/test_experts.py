@@ -22,7 +22,7 @@ from shoal.layers.experts import ExpertMatrix, Experts
 from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
-from shoal.models.loading import checkpoint_tensors
+from shoal.models.loading import layer_tensors
 from shoal.weights.update import weight_tensors
 from tests.cpu.kernels.test_fp8 import exact_conversions  # noqa: F401 -- a fixture
 from tests.cpu.kernels.test_packed_moe import FP8, TILED, Make, _int4
@@ -59,7 +59,7 @@ def matrices(experts: Experts) -> list[ExpertMatrix]:
 
 
 def load(experts: Experts, tensors: Tensors) -> None:
-    for wanted in checkpoint_tensors(experts, "mlp.experts."):
+    for wanted in layer_tensors(experts, "mlp.experts."):
         if wanted.name in tensors:
             wanted.load(tensors[wanted.name], wanted.name)
     for matrix in matrices(experts):

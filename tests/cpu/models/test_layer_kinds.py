@@ -83,7 +83,7 @@ def test_each_layer_computes_with_its_own_heads_rope_and_window():
 
 def test_shapes_are_those_of_each_layers_kind():
     shapes = dict(checkpoint_shapes(CONFIG))
-    assert shapes == {tensor.name: tensor.shape for tensor in checkpoint_tensors(build(CONFIG))}
+    assert shapes == {tensor.name: tensor.shape for tensor in checkpoint_tensors(build(CONFIG), CONFIG)}
     assert [shapes[f"model.layers.{i}.self_attn.q_proj.weight"][0] for i in range(4)] == [32, 16, 32, 32]
     assert shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == (16, 12)
     matrices = [rows * columns for rows, *rest in shapes.values() for columns in rest]

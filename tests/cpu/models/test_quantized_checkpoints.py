@@ -38,7 +38,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME
-from shoal.models.loading import checkpoint_tensors as layer_tensors
+from shoal.models.loading import layer_tensors
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.summary import summarize
