@@ -13,7 +13,7 @@ import torch
 
 from shoal.attention.latent import is_expanded_cheaper
 from shoal.attention.step_input import HostView, StepInput
-from shoal.attention.unpacked import UnpackedBlocks, plan_blocks
+from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
 from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.latent.attention import LatentWorkspace, latent_attention, latent_tiles, num_row_tiles
 from shoal.kernels.latent.expanded import expanded_attention
@@ -38,7 +38,6 @@ class TritonLatentBackend:
     def __init__(
         self,
         kind: LatentKind,
-        block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
@@ -46,7 +45,7 @@ class TritonLatentBackend:
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """holding: the region for partial results, which need not outlive a step."""
-        self.kind, self.block_size, self.dtype = kind, block_size, dtype
+        self.kind, self.dtype = kind, dtype
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
@@ -59,9 +58,8 @@ class TritonLatentBackend:
         )
         key_bytes = kind.num_heads * (kind.qk_nope_head_dim + kind.v_head_dim) * dtype.itemsize
         self.max_gathered = MAX_EXPANDED_BYTES // key_bytes  # cached tokens whose keys may be expanded
-        # The prefills of this step are expanded, with the latents of these blocks if they are not fresh.
-        self.expands = False
-        self.gathered: UnpackedBlocks | None = None
+        self.expands = False  # the prefills of this step are expanded
+        self.gathered: dict[int, UnpackedBlocks] = {}  # their blocks if they are not fresh, by block table
 
     def splits(self, num_tiles: int, max_kv_len: int) -> int:
         """Into how many programs the keys of a tile are split: two waves of programs if tiles alone do not
@@ -73,15 +71,16 @@ class TritonLatentBackend:
 
     def begin(self, step: StepInput) -> None:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
-        self.expands, self.gathered = False, None
+        self.expands = False
+        self.gathered.clear()
         host = step.host
         if host is None or step.num_seqs == step.num_decodes:
             return
         if step.fresh_prefills:
             self.expands = True
-        elif self._is_expanded_cheaper(step, host):
-            self.gathered = plan_blocks(step, host, self.block_size, self.max_gathered)
-            self.expands = self.gathered is not None
+        else:
+            fits = fit_unpacked(step, host, self.max_gathered)
+            self.expands = fits and self._is_expanded_cheaper(step, host)
 
     def _is_expanded_cheaper(self, step: StepInput, host: HostView) -> bool:
         """Says whether most queries of the step's prefills belong to sequences for which it is."""
@@ -173,9 +172,14 @@ class TritonLatentBackend:
     ) -> None:
         """Writes out_THV of the prefills' tokens. Fresh prefills see their own latents alone."""
         kind, latents_LN, key_starts_S = self.kind, latent_TN, step.query_starts_S
-        if self.gathered is not None:
-            latents_LN = cache.blocks[self.gathered.blocks_B[cache.table].long(), 0, 0].flatten(0, 1)
-            key_starts_S = self.gathered.firsts_S * self.block_size
+        if not step.fresh_prefills:
+            gathered, block_size = self.gathered.get(cache.table), cache.blocks.shape[3]
+            if gathered is None:
+                assert step.host is not None
+                gathered = plan_blocks(step, step.host, cache.table, block_size)
+                self.gathered[cache.table] = gathered
+            latents_LN = cache.blocks[gathered.blocks_B.long(), 0, 0].flatten(0, 1)
+            key_starts_S = gathered.firsts_S * block_size
         kv_LY = torch.mm(latents_LN[:, : kind.kv_lora_rank], kv_b_HWC.flatten(0, 1).T)
         expanded_attention(
             q_THX,

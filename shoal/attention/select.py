@@ -55,7 +55,12 @@ def select_backends(
 
         build = flash.FlashInferBackend if name == "flashinfer" else flash.FlashAttentionBackend
     build_latent = partial(latent_backend, name, config, device, dtype, holding)
-    return {
+    backends: Backends = {
         shape: build_latent(shape) if isinstance(shape, LatentKind) else build(shape, *sizes)
         for shape in dict.fromkeys(shapes)
     }
+    if name != "cpu" and len(backends) > 1:
+        from shoal.attention.workspaces import share_workspaces
+
+        share_workspaces([*backends.values()])
+    return backends

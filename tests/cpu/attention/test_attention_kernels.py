@@ -17,6 +17,7 @@ from shoal.attention import hopper_prefill as hopper_module
 from shoal.attention.splits import decode_splits, is_large, prefill_splits
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.triton import TritonBackend
+from shoal.attention.workspaces import share_workspaces
 from shoal.engine.runner.batch import MixedShape
 from shoal.kernels.attention.hopper_attention import heads_an_item, prefill_work
 from shoal.kernels.attention.paged_attention import (
@@ -642,3 +643,25 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
     count = len(tiles)
     backend.attend(case.q, case.k, case.v, case.cache(), case.step, selected=True)
     assert len(tiles) == count
+
+
+def test_backends_of_several_head_shapes_share_a_workspace() -> None:
+    """Wide heads need more room for each result, and the others for more results."""
+    shapes = head_shape(2, 1, 64), head_shape(8, 4, 16)
+    backends = [TritonBackend(shape, 8, 8, 256, torch.device("cpu"), torch.float32) for shape in shapes]
+    needs = [backend.workspace.partial.numel() for backend in backends]
+    share_workspaces([object(), *backends])
+    assert backends[0].workspace is backends[1].workspace
+    assert backends[0].prefill_workspace is backends[1].prefill_workspace
+    assert backends[0].workspace.partial.numel() == max(needs)
+    for shape, backend in zip(shapes, backends, strict=True):
+        case = Case(
+            [(1, 200), (1, 40), (1, 0), (9, 150)],
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            num_decodes=3,
+        )
+        backend.begin(case.step)
+        case.check(backend.attend(case.q, case.k, case.v, case.cache(), case.step))
+        assert not backend.workspace.arrived.any()
