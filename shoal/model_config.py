@@ -33,6 +33,7 @@ class AttentionKind:
     v_norm: bool = False  # each head of v is divided by its rms
     query_scaling: QueryScaling | None = None
     gate: OutputGate | None = None
+    v_is_k: bool = False  # v is k before its norm and rotation; the checkpoint has no matrix of v
     kv_layer: int | None = None  # the layer whose keys and values it reads; None: it has its own
 
     planes: ClassVar[int] = 2  # the cache has keys and values
@@ -60,6 +61,7 @@ class LayerKind:
     # kv_layer and kv_heads_per_rank.
     mixer: AttentionKind | LatentKind
     experts: ExpertsKind | None = None  # None: a dense MLP of ModelConfig.intermediate_size
+    intermediate_size: int | None = None  # its dense MLP's; None: ModelConfig.intermediate_size
 
     def with_attention(self, **changes: Any) -> LayerKind:
         return replace(self, mixer=replace(self.mixer, **changes))
@@ -85,6 +87,8 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: str = "silu"  # for gated MLPs, by the names of kernels/reference.py
     embedding_multiplier: float = 1.0  # factor of embeddings
+    per_layer_size: int = 0  # of the embedding of a token that each layer has of its own; 0: none has one
+    per_layer_vocab_size: int = 0
     embedding_norm: bool = False  # embeddings are divided by their rms
     post_norm_eps: float | None = (
         None  # for the norms of what attention and MLP add; None: the layer has no such norms

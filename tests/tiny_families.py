@@ -69,6 +69,30 @@ GPT_OSS = dict(
 )
 
 
+def gemma4_names(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Gemma 4 names the heads of layers without a window in two fields; layers that read other layers' keys and
+    values bring weights for their own, too."""
+    text = config.get("text_config", config)
+    full = next(iter(text.pop("per_layer_config").values()))
+    text |= dict(global_head_dim=full["head_dim"], num_global_key_value_heads=full.get("num_key_value_heads"))
+    for i in range(text["num_hidden_layers"] - text["num_kv_shared_layers"], text["num_hidden_layers"]):
+        query = next(name for name in tensors if name.endswith(f"layers.{i}.self_attn.q_proj.weight"))
+        rows = text["num_key_value_heads"] * (
+            full["head_dim"] if text["layer_types"][i] == FULL else text["head_dim"]
+        )
+        for part in ("k_proj", "v_proj"):
+            tensors[query.replace("q_proj", part)] = torch.full((rows, text["hidden_size"]), 9.0)
+
+
+GEMMA4 = dict(
+    head_dim=16,
+    num_hidden_layers=6,
+    sliding_window=WINDOW,
+    final_logit_softcapping=9.0,
+    hidden_size_per_layer_input=0,
+)
+
+
 def gemma3_ropes(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Gemma 3's first form: a theta for each kind of layer, and the pattern as a number."""
     ropes = config.pop("rope_parameters")
@@ -410,6 +434,44 @@ FAMILIES["hunyuan"] = (
     ),
     None,
 )
+FAMILIES |= {
+    "gemma4": (
+        "Gemma4TextConfig",
+        dict(GEMMA4, global_head_dim=32, attention_k_eq_v=True, num_global_key_value_heads=1),
+        gemma4_names,
+    ),
+    "gemma4-shared": (
+        "Gemma4Config",
+        dict(
+            text_config=dict(
+                GEMMA4,
+                global_head_dim=32,
+                num_hidden_layers=10,
+                layer_types=[SLIDING, SLIDING, SLIDING, SLIDING, FULL] * 2,
+                num_kv_shared_layers=4,
+                hidden_size_per_layer_input=8,
+                vocab_size_per_layer_input=tiny.VOCAB,
+                use_double_wide_mlp=True,
+                tie_word_embeddings=True,
+            ),
+            tie_word_embeddings=True,
+        ),
+        gemma4_names,
+    ),
+    "gemma4-experts": (
+        "Gemma4TextConfig",
+        dict(
+            GEMMA4,
+            global_head_dim=32,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        ),
+        None,
+    ),
+}
+TWO_HEAD_SIZES = ("gemma4", "gemma4-shared", "gemma4-experts")
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 
@@ -441,6 +503,8 @@ def widen(model: torch.nn.Module) -> None:
             weight.normal_(0, 2.0)
         elif key.endswith(("correction_bias", "expert_bias")):
             weight.uniform_(-0.3, 0.3)
+        elif key.endswith(("layer_scalar", "per_expert_scale", "router.scale")):
+            weight.uniform_(0.6, 1.4)
         elif key.endswith("bias"):
             weight.normal_(0, 0.3)
         elif "embed" in key or "lm_head" in key:

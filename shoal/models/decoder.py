@@ -21,6 +21,7 @@ from shoal.layers.experts import Experts
 from shoal.layers.matrix import Holding, MatrixLayer
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.per_layer import PerLayerEmbeddings
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.layer import DecoderLayer
 from shoal.models.registry import BY_NAME
@@ -68,6 +69,8 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(
                 build_layer(config, kind, tp, ops, backends) for kind in config.layers
             )
+            size = config.per_layer_size
+            self.layer_embeddings = PerLayerEmbeddings(config, tp, ops) if size and config.layers else None
             self.running = [*enumerate(self.layers)]  # the layers that a step runs
             self.norm = build_norm(config, config.hidden_size, ops, tp)
             self.lm_head = self.embed_tokens
@@ -112,10 +115,12 @@ class Decoder(nn.Module):
             if select_S is not None:
                 x, residual = x[select_S], residual[select_S]
         else:
-            last = len(self.layers) - 1
+            last, own = len(self.layers) - 1, None
+            if self.layer_embeddings is not None:
+                own = self.layer_embeddings(step.token_ids_T, residual)
             for i, layer in self.running:
-                selected_S = select_S if i == last else None
-                x, residual = layer(x, residual, step, caches[i], self.ropes[i], selected_S)
+                inputs = (x, residual, step, caches[i], self.ropes[i], select_S if i == last else None)
+                x, residual = layer(*inputs) if own is None else layer(*inputs, own[i])
                 if after_layer is not None:
                     after_layer(i)
         return self.norm.add(x, residual)

@@ -6,6 +6,7 @@ from shoal.models.architecture import Architecture
 from shoal.models.families import (
     ernie4_5,
     gemma3,
+    gemma4,
     granite,
     granite_hybrid,
     granite_swa,
@@ -69,6 +70,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     muse_glimmer.ARCHITECTURE,
     gemma3.GEMMA2,
     gemma3.GEMMA3,
+    gemma4.ARCHITECTURE,
     deepseek_v2.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe_lite.ARCHITECTURE,

@@ -41,11 +41,11 @@ class SandwichLayer(nn.Module):
         residual_TD: torch.Tensor,
         step: StepInput,
         cache: LayerCache,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         select_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes and returns what DecoderLayer.forward does."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         qkv, residual = self.input_layernorm.add_linear(x_TD, residual_TD, attention.qkv_proj)
         out, residual = attention.attend(qkv, residual, step, cache, cos_sin, select_S)
         if out is None:
@@ -53,6 +53,11 @@ class SandwichLayer(nn.Module):
         normed = add_normed(
             attention.o_proj(out), self.post_attention_layernorm, residual, self.pre_feedforward_layernorm
         )
-        hidden = mlp.gate_up_proj.gated(cast(torch.Tensor, normed), mlp.activation, mlp.down_proj)
-        add_normed(mlp.down_proj(hidden), self.post_feedforward_layernorm, residual)
+        hidden = self.feed_forward(cast(torch.Tensor, normed), residual)
+        add_normed(hidden, self.post_feedforward_layernorm, residual)
         return None, residual
+
+    def feed_forward(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Returns what is to be normed and added. `normed_TD` is the norm of the residual."""
+        mlp = self.mlp
+        return mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))

@@ -23,6 +23,7 @@ from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
 from shoal.layers.mixer import mixer_shape
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.per_layer import PerLayerEmbeddings
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, build_layer
 from shoal.models.loading import checkpoint_tensors
@@ -51,8 +52,12 @@ def num_weights(config: ModelConfig) -> int:
 
 
 def _without_layers(config: ModelConfig) -> Decoder:
+    tp = TensorParallel.single()
     with torch.device("meta"):
-        return Decoder(replace(config, layers=()), TensorParallel.single(), OPS, {})
+        decoder = Decoder(replace(config, layers=()), tp, OPS, {})
+        if config.per_layer_size:  # their table is as wide as there are layers
+            decoder.layer_embeddings = PerLayerEmbeddings(config, tp, OPS)
+        return decoder
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> nn.Module:

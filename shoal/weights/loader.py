@@ -22,6 +22,7 @@ from shoal.weights.quantized import folder_tensors, tensor_headers
 from shoal.weights.source import CheckpointFiles
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+KEY_OR_VALUE = re.compile(r"model\.layers\.([0-9]{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
 
 
 def load_weights(
@@ -130,7 +131,17 @@ def _is_weight(name: str, config: ModelConfig) -> bool:
 
 def is_derived(name: str, config: ModelConfig) -> bool:
     """Says if a tensor follows from others. Old checkpoints hold such tensors too."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    if name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return True
+    return is_unread(name, config)
+
+
+def is_unread(name: str, config: ModelConfig) -> bool:
+    """Says if a tensor makes keys or values in a layer that reads another layer's."""
+    part = KEY_OR_VALUE.match(name)
+    if part is None or int(part[1]) >= config.num_layers:
+        return False
+    return config.layers[int(part[1])].mixer.kv_layer is not None
 
 
 def is_draft(name: str, config: ModelConfig) -> bool:

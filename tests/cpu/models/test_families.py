@@ -15,10 +15,11 @@ from shoal.errors import CheckpointError
 from shoal.models.config_json import config_from_json
 from shoal.models.registry import ARCHITECTURES
 from shoal.models.shapes import checkpoint_shapes
+from shoal.weights.loader import is_unread
 from shoal.weights.quantized import tensor_headers
 from shoal.weights.source import resolve
 from tests import tiny
-from tests.tiny_families import FAMILIES, LEAST_TOKENS, WINDOW, write_family
+from tests.tiny_families import FAMILIES, LEAST_TOKENS, TWO_HEAD_SIZES, WINDOW, write_family
 
 COUNT = 12
 # fields that a config class leaves null and its model needs, or whose other defaults go with one value alone
@@ -59,7 +60,8 @@ def assert_greedy(outputs, folder) -> None:
 def test_a_checkpoint_holds_the_tensors_that_its_config_asks_for(name, root):
     files = resolve(str(write_family(root, name)))
     headers = tensor_headers(files.folder, files.config)
-    assert dict(checkpoint_shapes(files.config)) == {key: header.shape for key, header in headers.items()}
+    read = {key: header.shape for key, header in headers.items() if not is_unread(key, files.config)}
+    assert dict(checkpoint_shapes(files.config)) == read
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -104,7 +106,9 @@ def test_prefixes_shorter_and_longer_than_a_window_are_found(name, root):
         for shared in (16, WINDOW + 15, 70):
             (output,) = llm.generate([first[:shared] + other], greedy())
             assert_greedy([output], folder)
-            assert output.num_cached_tokens == shared // 16 * 16
+            found = shared // 16 * 16
+            slack = 16 if name in TWO_HEAD_SIZES else 0  # they may keep blocks of two sizes
+            assert found - slack <= output.num_cached_tokens <= found
 
 
 @pytest.mark.parametrize("name", {kind: name for name, (kind, _, _) in FAMILIES.items()}.values())

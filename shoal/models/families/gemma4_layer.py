@@ -1,0 +1,130 @@
+"""Gemma4Layer: Gemma 3's layer, where experts may stand beside the MLP and per-layer embeddings behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.kinds.experts import ExpertsKind
+from shoal.layers.experts import Experts, RouterLayer
+from shoal.layers.linear import Linear
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
+from shoal.layers.norm_kinds import FloatNorm, add_normed, build_norm
+from shoal.layers.parallel import TensorParallel
+from shoal.layers.per_layer import PerLayerInput
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.models.sandwich_layer import SandwichLayer
+
+
+class KeyIsValue(Linear):
+    """The matmul for q, k and v of a layer whose values are its keys before their norm and rotation. The
+    checkpoint's matrix of k is held twice, so that k and v are one more pair of heads' rows as everywhere."""
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        query, key, *_ = super().checkpoint_tensors(path)
+        yield query
+        yield key._replace(load=self._load_both)
+
+    def _load_both(self, tensor: Loaded, name: str) -> None:
+        self._load_weight(1, tensor, name)
+        self._load_weight(2, tensor, name)
+
+
+class Scalar(LoadingLayer):
+    """A factor of the layer's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(path, (1,), partial(copy_into, self.value))
+
+
+class RouterNorm(FloatNorm):
+    """The norm of the router's input: the checkpoint's scale is for a result of length 1."""
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        own = f"{path.rpartition('.')[0]}.router.scale"
+        yield CheckpointTensor(own, tuple(self.weight.shape), self._load)
+
+    def _load(self, tensor: Loaded, name: str) -> None:
+        super()._load(tensor, name)
+        self.weight.data.mul_(len(self.weight) ** -0.5)
+
+
+class ExpertsBeside(nn.Module):
+    """A mixture of experts whose result is normed and added to the MLP's, before the norm behind both."""
+
+    def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
+        super().__init__()
+        self.tp, size = tp, config.hidden_size
+        self.router_norm = RouterNorm(size, config.rms_norm_eps, ops)
+        self.router = RouterLayer(size, kind, tp, ops, name="router.proj")
+        self.experts = Experts(size, kind, tp, ops)
+        self.post_feedforward_layernorm_1 = build_norm(config, size, ops)
+        self.post_feedforward_layernorm_2 = build_norm(config, size, ops)
+        self.pre_feedforward_layernorm_2 = build_norm(config, size, ops)
+
+    def forward(self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of what the MLP gave, `hidden_TD`, and of what experts make of the residual, each
+        normed."""
+        logits_TE = self.router(self.router_norm(residual_TD))
+        normed_TD = self.pre_feedforward_layernorm_2(residual_TD)
+        mixed_TD = self.experts.mix(normed_TD, logits_TE, None, self.router.rule_tensors)
+        sum_TD = self.post_feedforward_layernorm_1(hidden_TD)
+        add_normed(self.tp.all_reduce(mixed_TD), self.post_feedforward_layernorm_2, sum_TD)
+        return sum_TD
+
+
+class Gemma4Layer(SandwichLayer):
+    """SandwichLayer, with what its file's first line says, and a factor of the result."""
+
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    ) -> None:
+        mixer = kind.mixer
+        assert isinstance(mixer, AttentionKind)
+        own = replace(config, intermediate_size=kind.intermediate_size or config.intermediate_size)
+        super().__init__(own, kind, tp, ops, backends)
+        if mixer.v_is_k:
+            merged = self.self_attn.qkv_proj
+            self.self_attn.qkv_proj = KeyIsValue(
+                config.hidden_size, merged.full_parts, tp, ops, split="columns", replicas=merged.replicas
+            )
+        self.beside = None if kind.experts is None else ExpertsBeside(config, kind.experts, tp, ops)
+        self.per_layer = PerLayerInput(config, tp, ops) if config.per_layer_size else None
+        self.layer_scalar = Scalar()
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        cache: LayerCache,
+        cos_sin: torch.Tensor | None,
+        select_S: torch.Tensor | None = None,
+        embeddings_TP: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what DecoderLayer.forward does. `embeddings_TP`: the layer's own of each
+        token."""
+        _, residual = super().forward(x_TD, residual_TD, step, cache, cos_sin, select_S)
+        if len(residual) == 0:
+            return None, residual
+        if self.per_layer is not None and embeddings_TP is not None:
+            own_TP = embeddings_TP if select_S is None else embeddings_TP[select_S]
+            added_TD = self.per_layer(residual, own_TP)
+            add_normed(added_TD, self.per_layer.post_per_layer_input_norm, residual)
+        return None, residual.mul_(self.layer_scalar.value)
+
+    def feed_forward(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        hidden_TD = super().feed_forward(normed_TD, residual_TD)
+        return hidden_TD if self.beside is None else self.beside(hidden_TD, residual_TD)
