@@ -38,4 +38,4 @@ def latent_backend(
         return TorchLatentBackend(kind)
     from shoal.attention.latent_triton import TritonLatentBackend
 
-    return TritonLatentBackend(kind, config.max_num_seqs, config.max_model_len, device, dtype, holding)
+    return TritonLatentBackend(kind, device, dtype, holding)

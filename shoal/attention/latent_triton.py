@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from shoal.attention.latent import is_expanded_cheaper
+from shoal.attention.splits import CAPTURED_WAVES
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
 from shoal.kernels.hopper import empty_matmul_input
@@ -22,7 +23,6 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.latent import LatentKind
 
-PROGRAMS_PER_SM = 2  # as many programs of latent_kernel run on an SM at once
 MIN_SPLIT = 128  # the fewest keys that are worth a program of their own
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
@@ -38,8 +38,6 @@ class TritonLatentBackend:
     def __init__(
         self,
         kind: LatentKind,
-        max_num_seqs: int,
-        max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -49,25 +47,35 @@ class TritonLatentBackend:
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.slots = num_sms * PROGRAMS_PER_SM
-        # Prefills may have tiles of the most rows.
-        block_m = latent_tiles(1 << 30, kind.kv_lora_rank, dtype).block_m
-        most = 3 * self.slots
+        # How many programs of latent_kernel run at once: its accumulators let two tiles of 16 rows share an
+        # SM, and no more rows.
+        self.slots = {rows: num_sms * (2 if rows == 16 else 1) for rows in (16, 32, 64)}
         self.workspace = LatentWorkspace.allocate(
-            most, self.slots, block_m, kind.kv_lora_rank, device, holding
+            CAPTURED_WAVES * max(slots * rows for rows, slots in self.slots.items()),
+            CAPTURED_WAVES * max(self.slots.values()),
+            kind.kv_lora_rank,
+            device,
+            holding,
         )
         key_bytes = kind.num_heads * (kind.qk_nope_head_dim + kind.v_head_dim) * dtype.itemsize
         self.max_gathered = MAX_EXPANDED_BYTES // key_bytes  # cached tokens whose keys may be expanded
         self.expands = False  # the prefills of this step are expanded
         self.gathered: dict[int, UnpackedBlocks] = {}  # their blocks if they are not fresh, by block table
 
-    def splits(self, num_tiles: int, max_kv_len: int) -> int:
-        """Into how many programs the keys of a tile are split: two waves of programs if tiles alone do not
-        fill the GPU. Captured graphs get the same number each time."""
-        if num_tiles >= self.slots:
-            return 1
-        waves = 1 if 2 * num_tiles <= self.slots else 2
-        return max(1, min(waves * self.slots // num_tiles, cdiv(max_kv_len, MIN_SPLIT)))
+    def tile_rows(self, queries: int) -> int:
+        """Rows of a tile of decodes with as many queries; 0: of prefills."""
+        num_rows = queries * self.kind.num_heads if queries else None
+        return latent_tiles(num_rows, self.kind.kv_lora_rank, self.dtype).block_m
+
+    def splits(self, step: StepInput, num_tiles: int, rows: int) -> int:
+        """Into how many programs the keys of a tile are split: one or two waves of programs if tiles alone do
+        not fill the GPU, and more in a captured mixed step, most of whose places are empty. Captured graphs
+        get the same number each time."""
+        slots = self.slots[rows]
+        waves = 1 if 2 * num_tiles <= slots else 2
+        if step.sparse_decodes:
+            waves = CAPTURED_WAVES
+        return max(1, min(waves * slots // num_tiles, cdiv(step.max_kv_len, MIN_SPLIT)))
 
     def begin(self, step: StepInput) -> None:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
@@ -125,8 +133,8 @@ class TritonLatentBackend:
         sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
         sequences = step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
         if step.num_decodes:
-            block_m = latent_tiles(step.queries * kind.num_heads, kind.kv_lora_rank, self.dtype).block_m
-            num_tiles = step.num_decodes * cdiv(step.queries * kind.num_heads, block_m)
+            rows = self.tile_rows(step.queries)
+            num_tiles = step.num_decodes * cdiv(step.queries * kind.num_heads, rows)
             latent_attention(
                 q_THN,
                 cache,
@@ -134,7 +142,7 @@ class TritonLatentBackend:
                 *sequences,
                 self.workspace,
                 kind.scale,
-                splits=self.splits(num_tiles, step.max_kv_len),
+                splits=self.splits(step, num_tiles, rows),
                 min_split=MIN_SPLIT,
                 num_seqs=step.num_decodes,
                 queries=step.queries,
@@ -143,8 +151,8 @@ class TritonLatentBackend:
         if num_prefills and not self.expands:
             # In a captured mixed step the empty places for decodes wrote zeros over some of these tokens.
             num_tokens = step.max_prefill_tokens
-            block_m = latent_tiles(num_tokens * kind.num_heads, kind.kv_lora_rank, self.dtype).block_m
-            num_tiles = num_row_tiles(num_tokens, num_prefills, kind.num_heads, block_m)
+            rows = self.tile_rows(0)
+            num_tiles = num_row_tiles(num_tokens, num_prefills, kind.num_heads, rows)
             latent_attention(
                 q_THN,
                 cache,
@@ -152,7 +160,7 @@ class TritonLatentBackend:
                 *sequences,
                 self.workspace,
                 kind.scale,
-                splits=self.splits(num_tiles, step.max_kv_len),
+                splits=self.splits(step, num_tiles, rows),
                 min_split=MIN_SPLIT,
                 num_seqs=num_prefills,
                 first_seq=step.num_decodes,

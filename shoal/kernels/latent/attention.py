@@ -24,13 +24,15 @@ from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 
-def latent_tiles(num_rows: int, size: int, dtype: torch.dtype) -> AttentionTiles:
-    """`num_rows`: of a sequence, its queries times heads. An accumulator has a row of `size` numbers for each
-    of a tile's rows, which bounds them."""
+def latent_tiles(num_rows: int | None, size: int, dtype: torch.dtype) -> AttentionTiles:
+    """`num_rows`: a decode's queries times heads. None: prefills, which have one form of tiles, so that a
+    start compiles it. An accumulator has a row of `size` numbers for each of a tile's rows, which bounds
+    them."""
     if dtype == torch.float32:
         return AttentionTiles(16, 16, 4, 1)
-    rows = max(16, min(next_power_of_2(num_rows), 64))
-    return AttentionTiles(rows, 32, 8 if rows * size > 16 * 512 else 4, 2)
+    rows = 64 if num_rows is None else max(16, min(next_power_of_2(num_rows), 64))
+    # A program of more rows is alone on its SM, so it keeps more loads in flight while there is room.
+    return AttentionTiles(rows, 32, 8 if rows * size > 16 * 512 else 4, 3 if rows <= 32 else 2)
 
 
 @triton.jit
@@ -203,19 +205,18 @@ class LatentWorkspace:
     @classmethod
     def allocate(
         cls,
-        num_partials: int,
+        num_rows: int,
         num_tiles: int,
-        block_m: int,
         size: int,
         device: torch.device,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> LatentWorkspace:
-        """Room for `num_partials` partial results of `num_tiles` tiles of `block_m` rows. holding: the region
-        of memory for partial results."""
+        """Room for partial results of `num_rows` rows together, and for `num_tiles` tiles that have some.
+        holding: the region of memory for partial results."""
         with holding():
-            rows = num_partials * block_m
-            partial = torch.empty(rows * max(16, next_power_of_2(size)), dtype=torch.float32, device=device)
-            lse = torch.empty(rows, dtype=torch.float32, device=device)
+            size_pad = max(16, next_power_of_2(size))
+            partial = torch.empty(num_rows * size_pad, dtype=torch.float32, device=device)
+            lse = torch.empty(num_rows, dtype=torch.float32, device=device)
         return cls(partial, lse, torch.zeros(num_tiles, dtype=torch.int32, device=device))
 
 
@@ -244,7 +245,7 @@ def latent_attention(
     size, block_size = out_THC.shape[2], cache.blocks.shape[3]
     assert q_THN.is_contiguous() and out_THC.is_contiguous() and block_tables_RM.stride(1) == 1
     assert cache.blocks.stride()[3:] == (width, 1)
-    tiles = latent_tiles((queries or num_tokens) * num_heads, size, q_THN.dtype)
+    tiles = latent_tiles(queries * num_heads if queries else None, size, q_THN.dtype)
     if queries:
         num_tiles = num_seqs * cdiv(queries * num_heads, tiles.block_m)
     else:

@@ -25,7 +25,7 @@ def query_factor(positions, BETA: tl.constexpr, LENGTH: tl.constexpr, OFFSET: tl
     return 1.0 + BETA * tl.log(1.0 + steps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _heads_kernel(
     x_ptr,
     w_ptr,

@@ -118,7 +118,7 @@ def check(kind: LatentKind, step: StepInput, cache: LayerCache, tolerance: float
     latent_TN = torch.randn(step.num_tokens, kind.head_dim).to(dtype)
     store_latents(latent_TN, step, cache)
     arguments = q_THX, latent_TN, kv_b, cos_sin(kind), cache, step
-    backend = TritonLatentBackend(kind, 8, 256, torch.device("cpu"), dtype)
+    backend = TritonLatentBackend(kind, torch.device("cpu"), dtype)
     plain = TorchLatentBackend(kind)
     for each in (backend, plain):
         each.begin(step)
@@ -169,7 +169,7 @@ def test_empty_places_for_decodes_leave_the_prefills_tokens_alone():
     q_THX = torch.randn(full.num_tokens, heads, kind.query_dim)
     results = []
     for step in (full, padded):
-        backend = TritonLatentBackend(kind, 8, 256, torch.device("cpu"), torch.float32)
+        backend = TritonLatentBackend(kind, torch.device("cpu"), torch.float32)
         backend.begin(step)
         results.append(backend.attend(q_THX, q_THX, kv_b, table, cache, step))
     torch.testing.assert_close(*results)

@@ -53,7 +53,7 @@ def launch(kind: LatentKind, dtype: torch.dtype, tokens: int, queries: int) -> N
     out_THV = torch.zeros(tokens, heads, kind.v_head_dim, dtype=dtype)
     q_THN = absorb_queries(q_THX, kv_b, table, positions, kind.interleaved, kind.query_scaling)
     sums_THC = torch.zeros(tokens, heads, size, dtype=dtype)
-    workspace = LatentWorkspace.allocate(2 * tokens * heads, 64 * tokens, 64, size, torch.device("meta"))
+    workspace = LatentWorkspace.allocate(1 << 20, 64 * tokens, size, torch.device("meta"))
     latent_attention(
         q_THN,
         cache,
