@@ -2,12 +2,12 @@
 writes k and v into the paged cache.
 
 Because this is one kernel, a head's numbers pass once through the registers instead of four times through
-memory. A program works on a few heads of one token, as two halves [heads, N/2], because rotation pairs
-element i with i + N/2. Inputs that do not come from the matmul (the token's position, its slot, its angles)
+memory. A program works on a few heads of one token, as both numbers of the pairs [heads, N/2] that rotation
+turns. Inputs that do not come from the matmul (the token's position, its slot, its angles)
 are read while the matmul still runs (pdl.py).
 
 T tokens · H query heads · G kv heads · N head size · R state rows · M blocks of a sequence. The oracle is
-reference.py.
+reference.py. D of a head's N numbers are rotated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,29 @@ ONE_WAVE = 1024  # The programs of as many tokens are about as many as run at on
 
 
 @triton.jit
-def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask):
-    return tl.where(
-        is_q, tl.load(q_weight_ptr + i, mask=mask, other=0.0), tl.load(k_weight_ptr + i, mask=mask, other=0.0)
-    ).to(tl.float32)
+def _pairs(i, N: tl.constexpr, D: tl.constexpr):
+    """Returns the places in a head of both numbers of pair i. The first D numbers are pairs (i, i + D/2) that
+    turn; the rest is paired in the same way, and does not turn."""
+    if (D == N) | (D == 0):
+        first = i
+        second = i + N // 2
+    else:
+        first = i + tl.where(i < D // 2, 0, D // 2)
+        second = i + tl.where(i < D // 2, D // 2, N // 2)
+    return first, second
 
 
 @triton.jit
-def _halves(ptr, mask, N: tl.constexpr):
-    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + N // 2, mask=mask, other=0.0)
+def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask, G: tl.constexpr):
+    weight = tl.load(q_weight_ptr + i, mask=mask, other=0.0)
+    if G > 0:
+        weight = tl.where(is_q, weight, tl.load(k_weight_ptr + i, mask=mask, other=0.0))
+    return weight.to(tl.float32)
+
+
+@triton.jit
+def _load_pairs(ptr, first, second, mask):
+    return tl.load(ptr + first, mask=mask, other=0.0), tl.load(ptr + second, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -69,7 +83,12 @@ def _qk_norm_rope_store_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
+    D: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    BETA: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -84,65 +103,78 @@ def _qk_norm_rope_store_kernel(
     i = tl.arange(0, HALF)[None, :]
     in_half = i < N // 2
     mask = (head < H + 2 * G) & in_half
-    first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
+    at_first, at_second = _pairs(i, N, D)
+    head_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N
     if not ONE_WAVE:  # Most programs have nothing to wait for, so they load everything at once.
         wait_for_previous(PDL)
-        first, second = _halves(first_ptr, mask, N)
+        first, second = _load_pairs(head_ptr, at_first, at_second, mask)
     position = tl.load(positions_ptr + token, cache_modifier=".cg")
     row = tl.load(rows_ptr + token, cache_modifier=".cg").to(tl.int64)
     is_token = (position >= 0) & (row >= 0)
-    angle_ptr = cos_sin_ptr + position.to(tl.int64) * N + i
-    cos = tl.load(angle_ptr, mask=in_half & is_token, other=0.0)
-    sin = tl.load(angle_ptr + N // 2, mask=in_half & is_token, other=0.0)
-    block = tl.load(
-        tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0, cache_modifier=".cg"
-    ).to(tl.int64)
+    if D > 0:
+        angle_ptr = cos_sin_ptr + position.to(tl.int64) * D + i
+        turns = (i < D // 2) & is_token
+        cos = tl.load(angle_ptr, mask=turns, other=1.0)
+        sin = tl.load(angle_ptr + D // 2, mask=turns, other=0.0)
+    if G > 0:
+        block = tl.load(
+            tables_ptr + row * table_stride + position // BLOCK_SIZE,
+            mask=is_token,
+            other=0,
+            cache_modifier=".cg",
+        ).to(tl.int64)
     if HAS_NORM:
-        weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, i, in_half)
-        weight2 = _weight(q_weight_ptr + N // 2, k_weight_ptr + N // 2, head < H, i, in_half)
+        weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, at_first, in_half, G)
+        weight2 = _weight(q_weight_ptr, k_weight_ptr, head < H, at_second, in_half, G)
     is_v = head >= H + G
     stored = mask & (head >= H)
     if FP8:
         cache_scale = tl.load(scales_ptr + head - H, mask=(head >= H) & (head < H + 2 * G), other=1.0)
     if ONE_WAVE:
         wait_for_previous(PDL)
-        first, second = _halves(first_ptr, mask, N)
+        first, second = _load_pairs(head_ptr, at_first, at_second, mask)
     if not is_token:
         return
 
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
-    if HAS_NORM:
+    v1, v2 = first, second
+    if HAS_NORM or V_NORM:
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / N + eps)[:, None]
-        x1 = (
-            ((x1 * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32) * weight1)
-            .to(first.dtype)
-            .to(tl.float32)
-        )
-        x2 = (
-            ((x2 * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32) * weight2)
-            .to(first.dtype)
-            .to(tl.float32)
-        )
-    first = tl.where(is_v, first, (x1 * cos - x2 * sin).to(first.dtype))
-    second = tl.where(is_v, second, (x2 * cos + x1 * sin).to(first.dtype))
+    if V_NORM:
+        v1, v2 = (x1 * scale).to(first.dtype), (x2 * scale).to(first.dtype)
+    if HAS_NORM:
+        WEIGHT: tl.constexpr = q_weight_ptr.dtype.element_ty
+        x1 = ((x1 * scale).to(WEIGHT).to(tl.float32) * weight1).to(first.dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(WEIGHT).to(tl.float32) * weight2).to(first.dtype).to(tl.float32)
+    if D > 0:
+        x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    if BETA != 0:
+        steps = ((position + OFFSET) // LENGTH).to(tl.float32)
+        factors = tl.where(head < H, 1.0 + BETA * tl.log(1.0 + steps), 1.0)
+        x1 *= factors
+        x2 *= factors
+    first = tl.where(is_v, v1, x1.to(first.dtype))
+    second = tl.where(is_v, v2, x2.to(second.dtype))
 
-    rotated = mask & (head < (H + G if KEEP_K else H))
-    tl.store(first_ptr, first, mask=rotated)
-    tl.store(first_ptr + N // 2, second, mask=rotated)
-    kv_head = tl.where(is_v, head - H - G, head - H)
-    slot_ptr = (
-        kv_ptr
-        + block * block_stride
-        + is_v * kv_stride
-        + kv_head * head_stride
-        + (position % BLOCK_SIZE) * N
-        + i
-    )
-    if FP8:
-        first = _to_e4m3(tl.div_rn(first.to(tl.float32), cache_scale))
-        second = _to_e4m3(tl.div_rn(second.to(tl.float32), cache_scale))
-    tl.store(slot_ptr, first, mask=stored)
-    tl.store(slot_ptr + N // 2, second, mask=stored)
+    changed = H
+    if KEEP_K:
+        changed = H + 2 * G if V_NORM else H + G
+    tl.store(head_ptr + at_first, first, mask=mask & (head < changed))
+    tl.store(head_ptr + at_second, second, mask=mask & (head < changed))
+    if G > 0:
+        kv_head = tl.where(is_v, head - H - G, head - H)
+        slot_ptr = (
+            kv_ptr
+            + block * block_stride
+            + is_v * kv_stride
+            + kv_head * head_stride
+            + (position % BLOCK_SIZE) * N
+        )
+        if FP8:
+            first = _to_e4m3(tl.div_rn(first.to(tl.float32), cache_scale))
+            second = _to_e4m3(tl.div_rn(second.to(tl.float32), cache_scale))
+        tl.store(slot_ptr + at_first, first, mask=stored)
+        tl.store(slot_ptr + at_second, second, mask=stored)
 
 
 def qk_norm_rope_store(
@@ -165,14 +197,17 @@ def qk_norm_rope_store(
     not written back, which saves time (benchmarks/results/kernels.md)."""
     kv_layer, scales_2G = cache.blocks, cache.scales_2G
     num_tokens, (_, _, num_kv_heads, block_size, head_dim) = qkv_TX.shape[0], kv_layer.shape
+    num_kv_heads *= stores
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
-    assert stores and not v_norm and query_scaling is None and cos_sin is not None
-    assert qkv_TX.is_contiguous() and num_heads > 0 and cos_sin.shape[1] == head_dim
+    assert qkv_TX.is_contiguous() and num_heads > 0 and head_dim % 2 == 0
     assert (
-        (q_weight is None) == (k_weight is None)
+        (q_weight is None) == (k_weight is None or not stores)
         and kv_layer.stride(3) == head_dim
         and kv_layer.stride(4) == 1
     )
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    assert rotary_dim <= head_dim and rotary_dim % 2 == 0
+    assert q_weight is None or not stores or k_weight is None or q_weight.dtype == k_weight.dtype
     fp8 = scales_2G is not None
     assert fp8 == (kv_layer.dtype == torch.float8_e4m3fn)
     all_heads = num_heads + 2 * num_kv_heads
@@ -188,7 +223,7 @@ def qk_norm_rope_store(
         rows_T,
         block_tables_RM,
         kv_layer.view(torch.uint8) if fp8 else kv_layer,
-        scales_2G if fp8 else cos_sin,  # nobody looks at cos_sin there
+        scales_2G if fp8 else rows_T,  # it is not read there
         block_tables_RM.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
@@ -196,7 +231,12 @@ def qk_norm_rope_store(
         H=num_heads,
         G=num_kv_heads,
         N=head_dim,
+        D=rotary_dim,
         HAS_NORM=q_weight is not None,
+        V_NORM=v_norm and stores,
+        BETA=0.0 if query_scaling is None else query_scaling.beta,
+        LENGTH=1 if query_scaling is None else query_scaling.length,
+        OFFSET=0 if query_scaling is None else query_scaling.offset,
         BLOCK_SIZE=block_size,
         HEADS=heads,
         HALF=half,
