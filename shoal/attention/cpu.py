@@ -140,12 +140,11 @@ class CpuBackend(TorchBackend):
         selected: bool = False,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if sinks_H is not None or self.softcap is not None:
-            return super().attend(q_THN, k_TGN, v_TGN, cache, step, selected, sinks_H)
         if step is not self._step:
             self.begin(step)
         token_stride, *head_strides = q_THN.stride()
         assert head_strides == [q_THN.shape[2], 1] and q_THN.dtype == torch.float32
+        assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
         out_THN = torch.empty(q_THN.shape, dtype=torch.float32)
         described = cpu_build.describe_cache(cache, step.block_tables[cache.table], q_THN.shape[1])
         if self._library.shoal_attention(
@@ -155,6 +154,8 @@ class CpuBackend(TorchBackend):
             token_stride,
             cache.window or 0,
             self.scale,
+            self.softcap or 0.0,
+            None if sinks_H is None else sinks_H.data_ptr(),
             out_THN.data_ptr(),
         ):
             raise MemoryError(f"no memory for the attention of {step.num_tokens} tokens")

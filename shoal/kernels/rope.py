@@ -201,13 +201,12 @@ def qk_norm_rope_store(
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     assert qkv_TX.is_contiguous() and num_heads > 0 and head_dim % 2 == 0
     assert (
-        (q_weight is None) == (k_weight is None or not stores)
+        (not stores or (q_weight is None) == (k_weight is None))
         and kv_layer.stride(3) == head_dim
         and kv_layer.stride(4) == 1
     )
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     assert rotary_dim <= head_dim and rotary_dim % 2 == 0
-    assert q_weight is None or not stores or k_weight is None or q_weight.dtype == k_weight.dtype
     fp8 = scales_2G is not None
     assert fp8 == (kv_layer.dtype == torch.float8_e4m3fn)
     all_heads = num_heads + 2 * num_kv_heads

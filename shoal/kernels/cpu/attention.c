@@ -22,7 +22,8 @@ typedef struct {
     const float *q;
     int64_t q_stride;    // floats from one token to the next; heads lie head_dim apart
     int window, heads, ratio, n;
-    float scale;
+    float scale, softcap;    // softcap 0: none
+    const float *sinks;      // null: none
 } Attention;
 
 typedef struct {
@@ -45,10 +46,19 @@ static const float *numbers(const Cache *c, int64_t at, int64_t count, int scale
     return room;
 }
 
+// score = softcap * tanh(score / softcap). tanh(x) is 1 - 2 / (e^2x + 1).
+static void cap_scores(float *restrict p, int keys, float softcap) {
+    const float twice = 2 / softcap;
+    for (int j = 0; j < keys; j++) {
+        const float x = p[j] * twice;
+        p[j] = softcap * (1 - 2 / (fast_exp(x < 80 ? x : 80) + 1));
+    }
+}
+
 // Attends from one query row to consecutive keys. Updates acc [n], the largest score so far, and the sum of
 // exponentials.
 static void attend_keys(const float *restrict q, const float *restrict k, const float *restrict v, int keys, int n, float scale,
-                        float *restrict acc, float *most, float *total) {
+                        float softcap, float *restrict acc, float *most, float *total) {
     float p[MAX_BLOCK];
     float top = *most;
     int j = 0;
@@ -64,6 +74,7 @@ static void attend_keys(const float *restrict q, const float *restrict k, const 
         for (int i = 0; i < n; i++) a += q[i] * k[i];
         p[j] = a * scale;
     }
+    if (softcap) cap_scores(p, keys, softcap);
 #pragma omp simd reduction(max : top)
     for (j = 0; j < keys; j++) top = p[j] > top ? p[j] : top;
     if (top > *most) {
@@ -170,6 +181,7 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
             int64_t position = tile.first + r / ratio + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
             int from = first > start ? (int)(first - start) : 0, to = position < start + keys ? (int)(position - start + 1) : keys;
             int64_t row = (int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio;
+            if (a->softcap && from < to) cap_scores(room->p + r * CHUNK + from, to - from, a->softcap);
             if (from < to) softmax_row(room->p + r * CHUNK, from, to, room->acc + r * wide, n, most + row, total + row);
             else memset(room->p + r * CHUNK, 0, sizeof(float) * CHUNK);
         }
@@ -200,7 +212,7 @@ static void attend_few(const Attention *a, Tile tile, int g, const int32_t *tabl
             for (int h = g * ratio; h < (g + 1) * ratio && from < to; h++) {
                 int64_t row = (int64_t)t * a->heads + h;
                 const int64_t skipped = (int64_t)from * n;
-                attend_keys(a->q + t * a->q_stride + h * n, keys + skipped, values + skipped, to - from, n, a->scale, acc + row * n, most + row,
+                attend_keys(a->q + t * a->q_stride + h * n, keys + skipped, values + skipped, to - from, n, a->scale, a->softcap, acc + row * n, most + row,
                             total + row);
             }
         }
@@ -217,7 +229,9 @@ static void attend_tile(const Attention *a, Tile tile, int g, int split, int num
     for (int t = tile.first; t < tile.last; t++)
         for (int h = g * ratio; h < (g + 1) * ratio; h++) {
             int64_t row = (int64_t)t * a->heads + h;
-            most[row] = LOWEST, total[row] = 0;
+            // A sink is a key without a value, which the first split has.
+            if (a->sinks && split == 0) most[row] = a->sinks[h], total[row] = 1;
+            else most[row] = LOWEST, total[row] = 0;
             memset(acc + row * n, 0, sizeof(float) * n);
         }
     if (a->seqs->rows[tile.seq] < 0) return;
@@ -271,11 +285,12 @@ static void combine_unit(void *shared, int unit, int thread) {
 }
 
 // Attends from every token of the step. out is [tokens, H, N]. In q heads lie N floats apart, tokens
-// q_stride. A window of 0 means none. Returns -1 if there is no memory.
-int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float *out) {
+// q_stride. A window or softcap of 0 means none. sinks [H] may be null. Returns -1 if there is no memory.
+int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float softcap,
+                    const float *sinks, float *out) {
     const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;
     const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
-    Job job = {{c, seqs, q, q_stride, window, c->num_heads, ratio, c->head_dim, scale}, .tile_rows = (tile_len * ratio + 3) / 4 * 4,
+    Job job = {{c, seqs, q, q_stride, window, c->num_heads, ratio, c->head_dim, scale, softcap, sinks}, .tile_rows = (tile_len * ratio + 3) / 4 * 4,
                .rows = (int64_t)tokens * c->num_heads, .out = out};
     Tile *tiles = malloc(sizeof(Tile) * (size_t)max_tiles);
     if (!tiles) return -1;

@@ -18,6 +18,7 @@ import torch
 
 from shoal.kernels import c_library
 from shoal.kernels.layer_cache import LayerCache
+from shoal.kinds.attention import QueryScaling
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_soft_cap": (None, (c_void_p, c_int, c_int, c_float)),
     "shoal_qk_norm_rope_store": (
         None,
-        (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
+        (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p),
     ),
-    "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
+    "shoal_gate_output": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
+    "shoal_attention": (
+        c_int,
+        (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_float, c_void_p, c_void_p),
+    ),
     "shoal_sample": (
         c_int,
         (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p),
@@ -61,7 +66,7 @@ def _fields(kinds: dict[type, str]) -> tuple[tuple[str, type], ...]:
 
 
 class Packed(ctypes.Structure):
-    """The struct of this name in cpu.h, as are the next two."""
+    """The struct of this name in cpu.h, as are the next three."""
 
     _fields_ = _fields({c_void_p: "data", c_int32: "outs cols bits"})
 
@@ -78,6 +83,10 @@ class Cache(ctypes.Structure):
 
 class Sequences(ctypes.Structure):
     _fields_ = _fields({c_void_p: "rows query_starts kv_lens", c_int32: "num_seqs max_kv_len"})
+
+
+class Rope(ctypes.Structure):
+    _fields_ = _fields({c_float: "beta", c_int32: "rotary length offset v_norm q_alone"})
 
 
 class Layer(ctypes.Structure):
@@ -115,6 +124,15 @@ def cache_struct(
     return Cache(
         data, scales, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim
     )
+
+
+@functools.cache
+def describe_rope(
+    rotary_dim: int, query_scaling: QueryScaling | None = None, v_norm: bool = False, q_alone: bool = False
+) -> Rope:
+    """Makes the struct. It is cached for the same reason."""
+    scaling = QueryScaling(0.0, 1) if query_scaling is None else query_scaling
+    return Rope(scaling.beta, rotary_dim, scaling.length, scaling.offset, v_norm, q_alone)
 
 
 def describe_cache(cache: LayerCache, block_tables_RM: torch.Tensor, num_heads: int) -> Cache:

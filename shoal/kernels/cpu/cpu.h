@@ -45,13 +45,21 @@ typedef struct {
 // The activations of a gated MLP.
 enum { SILU, GELU_TANH };
 
+// What a layer does to its heads before attention. The first `rotary` numbers of a head are rotated; queries are
+// multiplied by 1 + beta * ln(1 + (position + offset) / length), unless beta is 0.
+typedef struct {
+    float beta;
+    int32_t rotary, length, offset, v_norm, q_alone;
+} Rope;
+
 int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y);
 void shoal_rms_norm(const float *x, float *residual, const float *weight, float eps, int rows, int n, float *out);
 void shoal_add_normed(const float *x, const float *weight, float eps, float *residual, const float *next_weight, float next_eps, int rows, int n, float *out);
 void shoal_gate_mul(const float *x, int rows, int n, int activation, float *out);
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
-                              const float *q_weight, const float *k_weight, float eps);
-int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float *out);
+                              const float *q_weight, const float *k_weight, float eps, const Rope *rope);
+int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float softcap,
+                    const float *sinks, float *out);
 
 // e^x for x <= 88, with a relative error of 2e-7. It is 2^n times a polynomial on [-ln2 / 2, ln2 / 2], whose
 // coefficients are from Cephes. Below -87 it stays at e^-87.

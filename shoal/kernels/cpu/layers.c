@@ -32,13 +32,14 @@ int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, 
     const int64_t tokens = t->tokens;
     const int hidden = layers[0].o->outs, width = layers[0].qkv->outs, inner = layers[0].down->cols;
     float *qkv = scratch, *heads = qkv + tokens * width, *gate_up = heads + tokens * layers[0].o->cols, *gated = gate_up + tokens * 2 * inner;
+    const Rope rope = {.rotary = first_cache->head_dim};
     for (int i = 0; i < num_layers; i++) {
         const Layer *w = &layers[i];
         cache.data = w->cache, cache.scales = w->scales, cache.tables = w->tables;
         shoal_rms_norm(i ? x : 0, residual, w->input_norm, t->eps, t->tokens, hidden, x);
         if (shoal_linear(w->qkv, x, t->tokens, w->qkv_bias, qkv)) return -1;
-        shoal_qk_norm_rope_store(&cache, qkv, t->tokens, t->positions, t->rows, w->cos_sin, w->q_norm, w->k_norm, t->eps);
-        if (shoal_attention(&cache, seqs, qkv, width, (int)w->window, t->scale, heads)) return -1;
+        shoal_qk_norm_rope_store(&cache, qkv, t->tokens, t->positions, t->rows, w->cos_sin, w->q_norm, w->k_norm, t->eps, &rope);
+        if (shoal_attention(&cache, seqs, qkv, width, (int)w->window, t->scale, 0, 0, heads)) return -1;
         if (shoal_linear(w->o, heads, t->tokens, w->o_bias, x)) return -1;
         shoal_rms_norm(x, residual, w->post_norm, t->eps, t->tokens, hidden, x);
         if (shoal_linear(w->gate_up, x, t->tokens, w->gate_up_bias, gate_up)) return -1;

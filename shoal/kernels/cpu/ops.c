@@ -18,8 +18,9 @@ typedef struct {
     const int32_t *positions, *state_rows;
     const Cache *cache;
     float *residual, *out;
+    const Rope *rope;
     float eps, next_eps, cap;
-    int rows, n, activation;
+    int rows, n, activation, gates;
     void (*row)(const void *rows, int64_t r);
 } Rows;
 
@@ -106,14 +107,15 @@ void shoal_soft_cap(float *x, int rows, int n, float cap) {
     parallel(soft_cap_unit, &op, (int)(((int64_t)rows * n + UNIT_ELEMENTS - 1) / UNIT_ELEMENTS));
 }
 
-static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {
-    float *restrict second = x + n / 2;
-    const float *restrict sine = cos_sin + n / 2;
+// Rotates the first d of a head's n numbers, which are pairs (i, i + d / 2).
+static void norm_rope(float *restrict x, int n, int d, const float *weight, float eps, const float *restrict cos_sin) {
+    float *restrict second = x + d / 2;
+    const float *restrict sine = cos_sin + d / 2;
     if (weight) {
         float scale = rms_scale(x, n, eps);
         for (int i = 0; i < n; i++) x[i] = x[i] * scale * weight[i];
     }
-    for (int i = 0; i < n / 2; i++) {
+    for (int i = 0; i < d / 2; i++) {
         float a = x[i], b = second[i];
         x[i] = a * cos_sin[i] - b * sine[i];
         second[i] = b * cos_sin[i] + a * sine[i];
@@ -136,9 +138,19 @@ static void rope_row(const void *shared, int64_t t) {
     const int n = c->head_dim, heads = c->num_heads, kv_heads = c->num_kv_heads;
     const int64_t position = op->positions[t], row = op->state_rows[t];
     if (position < 0) return;
+    const Rope *rope = op->rope;
     float *x = op->out + t * op->n;
-    for (int h = 0; h < heads + kv_heads; h++)
-        norm_rope(x + h * n, n, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * n);
+    for (int h = 0; h < heads + (rope->q_alone ? 0 : kv_heads); h++)
+        norm_rope(x + h * n, n, rope->rotary, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * rope->rotary);
+    if (rope->beta) {
+        const float factor = 1 + rope->beta * log1pf((float)((position + rope->offset) / rope->length));
+        for (int i = 0; i < heads * n; i++) x[i] *= factor;
+    }
+    if (rope->q_alone) return;
+    for (int g = heads + kv_heads; rope->v_norm && g < heads + 2 * kv_heads; g++) {
+        const float scale = rms_scale(x + g * n, n, op->eps);
+        for (int i = 0; i < n; i++) x[g * n + i] *= scale;
+    }
     if (row < 0) return;
     const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
     const int64_t slot = block * c->block_stride + position % c->block_size * n;
@@ -149,9 +161,29 @@ static void rope_row(const void *shared, int64_t t) {
 }
 
 // Works on qkv [tokens, (H + 2G) * N] in place, and writes k and v into the cache as well. Padding (a row or
-// position below 0) is left alone.
+// position below 0) is left alone. With rope->q_alone there is q alone, and nothing is written to the cache.
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
-                              const float *q_weight, const float *k_weight, float eps) {
-    each_row((Rows){.cache = c, .out = qkv, .rows = tokens, .n = (c->num_heads + 2 * c->num_kv_heads) * c->head_dim, .positions = positions,
-                    .state_rows = rows, .cos_sin = cos_sin, .q_weight = q_weight, .k_weight = k_weight, .eps = eps, .row = rope_row});
+                              const float *q_weight, const float *k_weight, float eps, const Rope *rope) {
+    const int all_heads = c->num_heads + (rope->q_alone ? 0 : 2 * c->num_kv_heads);
+    each_row((Rows){.cache = c, .out = qkv, .rows = tokens, .n = all_heads * c->head_dim, .positions = positions, .state_rows = rows,
+                    .cos_sin = cos_sin, .q_weight = q_weight, .k_weight = k_weight, .eps = eps, .rope = rope, .row = rope_row});
+}
+
+static float positive(float gate) { return gate > 0 ? gate : 0; }
+
+static void gate_output_row(const void *shared, int64_t r) {
+    const Rows *op = shared;
+    const int n = op->n, each = n / op->gates;
+    const float *restrict x = op->residual + r * n, *restrict gate = op->x + r * op->gates;
+    float *restrict y = op->out + r * n;
+    for (int g = 0; g < op->gates; g++) {
+        const float small = fast_exp(-fabsf(gate[g]));    // for both functions, as it can't overflow
+        const float factor = op->activation ? (gate[g] < 0 ? small : 1) / (1 + small) : positive(gate[g]) + log1pf(small);
+        for (int i = 0; i < each; i++) y[g * each + i] = x[g * each + i] * factor;
+    }
+}
+
+// out[r, i] = x[r, i] * sigmoid or softplus of gate[r, i * gates / n].
+void shoal_gate_output(float *x, const float *gate, int rows, int n, int gates, int sigmoid, float *out) {
+    each_row((Rows){.residual = x, .x = gate, .rows = rows, .n = n, .gates = gates, .activation = sigmoid, .out = out, .row = gate_output_row});
 }

@@ -13,7 +13,7 @@ from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_s
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
-from shoal.kernels.reference import apply_updates, copy_ints, embed, gate_output
+from shoal.kernels.reference import apply_updates, copy_ints, embed
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
 from shoal.kernels.sampling.bad_words import ban_words
@@ -172,14 +172,7 @@ def qk_norm_rope_store(
     v_norm: bool = False,
     query_scaling: QueryScaling | None = None,
 ) -> None:
-    plain = stores and not v_norm and query_scaling is None
-    if (
-        LIBRARY is None
-        or qkv_TX.dtype != torch.float32
-        or not plain
-        or cos_sin is None
-        or cos_sin.shape[1] != cache.blocks.shape[4]
-    ):
+    if LIBRARY is None or qkv_TX.dtype != torch.float32:
         reference.qk_norm_rope_store(
             qkv_TX,
             q_weight,
@@ -196,30 +189,47 @@ def qk_norm_rope_store(
             query_scaling=query_scaling,
         )
         return
-    assert (
-        qkv_TX.is_contiguous()
-        and cos_sin.is_contiguous()
-        and positions_T.is_contiguous()
-        and rows_T.is_contiguous()
-    )
-    assert (
-        positions_T.dtype == rows_T.dtype == torch.int32
-        and cos_sin.dtype == torch.float32
-        and cos_sin.shape[1] == cache.blocks.shape[4]
-    )
-    num_heads = qkv_TX.shape[1] // cos_sin.shape[1] - 2 * cache.blocks.shape[2]
+    rotary_dim = 0
+    if cos_sin is not None:
+        assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+        rotary_dim = cos_sin.shape[1]
+    num_kv_heads, _, head_dim = cache.blocks.shape[2:]
+    assert qkv_TX.is_contiguous() and positions_T.is_contiguous() and rows_T.is_contiguous()
+    assert positions_T.dtype == rows_T.dtype == torch.int32 and rotary_dim <= head_dim
+    num_heads = qkv_TX.shape[1] // head_dim - (2 * num_kv_heads if stores else 0)
     described = cpu_build.describe_cache(cache, block_tables_RM, num_heads)
+    rope = cpu_build.describe_rope(rotary_dim, query_scaling, v_norm, not stores)
     LIBRARY.shoal_qk_norm_rope_store(
         ctypes.addressof(described),
         qkv_TX.data_ptr(),
         qkv_TX.shape[0],
         positions_T.data_ptr(),
         rows_T.data_ptr(),
-        cos_sin.data_ptr(),
+        None if cos_sin is None else cos_sin.data_ptr(),
         None if q_weight is None else q_weight.data_ptr(),
         None if k_weight is None else k_weight.data_ptr(),
         eps,
+        ctypes.addressof(rope),
     )
+
+
+def gate_output(out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor:
+    if LIBRARY is None or out_TX.dtype != torch.float32:
+        return reference.gate_output(out_TX, gate_TY, activation)
+    assert out_TX.is_contiguous() and gate_TY.is_contiguous() and gate_TY.dtype == torch.float32
+    (rows, width), gates = out_TX.shape, gate_TY.shape[1]
+    assert width % gates == 0 and activation in ("sigmoid", "softplus")
+    gated_TX = torch.empty_like(out_TX)
+    LIBRARY.shoal_gate_output(
+        out_TX.data_ptr(),
+        gate_TY.data_ptr(),
+        rows,
+        width,
+        gates,
+        activation == "sigmoid",
+        gated_TX.data_ptr(),
+    )
+    return gated_TX
 
 
 def begin_decode(

@@ -1,6 +1,7 @@
 """Attention on the CPU, both ways, against one softmax a sequence."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,14 @@ def make_step(
     return qkv, cache[:, 1], step
 
 
-def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tensor:
+def expected(
+    q_THN,
+    kv_layer,
+    step: StepInput,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
     out = torch.zeros_like(q_THN)
     block_size, repeat = kv_layer.shape[3], q_THN.shape[1] // kv_layer.shape[2]
     for i, (start, end) in enumerate(itertools.pairwise(step.host.query_starts)):
@@ -76,8 +84,14 @@ def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tens
         ]
         k, v = kv.repeat_interleave(repeat, dim=2).double().unbind(1)
         scores = torch.einsum("thn,lhn->htl", q_THN[start:end].double() * q_THN.shape[2] ** -0.5, k)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or len(keys)))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks_H is not None:
+            sinks = sinks_H.double()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         weights[:, positions < 0] = 0  # padding
         out[start:end] = torch.einsum("htl,lhn->thn", weights, v).to(out.dtype)
     return out
@@ -118,6 +132,34 @@ def test_attention_is_softmax_over_the_paged_cache(
     got = TorchBackend(shape).attend(q, k, v, clean, step)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (0.5, False), (2.0, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 8), (32, 2, 12, 24)])
+def test_scores_are_capped_and_sinks_join_the_softmax(
+    window, name, softcap, sinks, heads, kv_heads, head_dim, block_size
+):
+    """Blocks behind windows are other sequences' now. Keys and values are another layer's, in the cache."""
+    torch.manual_seed(0)
+    qkv, kv_layer, step = make_step(STEPS[name], heads, kv_heads, head_dim, block_size)
+    q = qkv[:, :heads]
+    sinks_H = 2 * torch.randn(heads) if sinks else None
+    want = expected(q, kv_layer, step, window, softcap, sinks_H)
+    clean = kv_layer.nan_to_num()
+    if window is not None:
+        clean = torch.cat((clean, torch.full_like(clean[:1], float("nan"))))  # a block that is not to be read
+        for row, query_len, kv_len in zip(step.rows_S, step.query_starts_S.diff(), step.kv_lens_S):
+            behind = max(0, int(kv_len - query_len) - window + 1) // block_size
+            step.block_tables[0][row, :behind] = len(clean) - 1
+    backends = [TorchBackend] if cpu_build.load() is None else [TorchBackend, CpuBackend]
+    shape = replace(head_shape(heads, kv_heads, head_dim), softcap=softcap)
+    for build in backends:
+        backend = build(shape)
+        backend.begin(step)
+        got = backend.attend(q, None, None, LayerCache(clean, window=window), step, sinks_H=sinks_H)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

@@ -4,6 +4,7 @@ that real models bring."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
 from shoal.kernels.sampling.row_options import Option, RowOptions
 from shoal.kernels.state import StateLayout
+from shoal.kinds.attention import QueryScaling
 from shoal.kinds.experts import Activation, Router
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -50,10 +52,20 @@ for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF
 
 
 def _rope(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype, fp8: bool = False
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm: torch.dtype | None,
+    dtype: torch.dtype,
+    fp8: bool = False,
+    rotary_dim: int | None = None,
+    stores: bool = True,
+    **variant: Any,
 ) -> None:
-    weight = torch.ones(head_dim, dtype=dtype) if norm else None
-    qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    """`rotary_dim` None: the whole head is rotated, 0: nothing."""
+    weight = None if norm is None else torch.ones(head_dim, dtype=norm)
+    qkv = torch.zeros(tokens, (heads + 2 * kv_heads * stores) * head_dim, dtype=dtype)
     kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=torch.uint8 if fp8 else dtype)[:, 1]
     if fp8:
         kv_layer = kv_layer.view(torch.float8_e4m3fn)
@@ -61,31 +73,56 @@ def _rope(
     triton_ops.qk_norm_rope_store(
         qkv,
         weight,
-        weight,
+        weight if stores else None,
         1e-6,
-        torch.zeros(64, head_dim),
+        None if rotary_dim == 0 else torch.zeros(64, rotary_dim or head_dim),
         _ints(tokens),
         _ints(tokens),
         tables,
         LayerCache(kv_layer, scales_2G=torch.ones(2, kv_heads) if fp8 else None),
         keep_k=tokens <= ONE_WAVE,
+        stores=stores,
+        **variant,
     )
 
 
 for case in (
-    (1, 16, 8, 128, True, BF16),
-    (100, 16, 8, 128, True, BF16),
-    (100, 32, 8, 128, False, BF16),
-    (100, 64, 8, 128, True, BF16),
-    (1, 9, 3, 64, False, torch.float32),
-    (100, 4, 2, 80, True, torch.float16),
-    (100, 4, 2, 96, False, BF16),
-    (2000, 16, 8, 128, True, BF16),
-    (1, 32, 8, 128, True, BF16, True),
-    (2000, 32, 8, 128, True, BF16, True),
-    (100, 9, 3, 80, False, torch.float32, True),
+    (1, 16, 8, 128, BF16, BF16),
+    (100, 16, 8, 128, BF16, BF16),
+    (100, 32, 8, 128, None, BF16),
+    (100, 64, 8, 128, BF16, BF16),
+    (1, 9, 3, 64, None, torch.float32),
+    (100, 4, 2, 80, torch.float16, torch.float16),
+    (100, 4, 2, 96, None, BF16),
+    (2000, 16, 8, 128, BF16, BF16),
+    (1, 32, 8, 128, BF16, BF16, True),
+    (2000, 32, 8, 128, BF16, BF16, True),
+    (100, 9, 3, 80, None, torch.float32, True),
 ):
     LAUNCHES[f"qk_norm_rope_store {case}"] = lambda case=case: _rope(*case)
+for case, variant in (
+    ((1, 96, 8, 128, None, BF16), dict(rotary_dim=64)),  # GLM-4.5
+    ((2000, 24, 8, 128, BF16, BF16), dict(rotary_dim=96)),
+    ((1, 16, 4, 128, None, BF16), dict(rotary_dim=0)),  # SmolLM3
+    ((100, 32, 8, 128, None, BF16), dict(query_scaling=QueryScaling(0.1, 16384))),  # Ministral 3
+    ((1, 16, 8, 256, torch.float32, BF16), dict()),  # Gemma 3
+    ((2000, 16, 8, 256, torch.float32, BF16), dict()),
+    ((1, 16, 2, 512, BF16, BF16), dict(v_norm=True)),  # Gemma 4
+    ((2000, 16, 2, 512, BF16, BF16, True), dict(v_norm=True)),
+    ((1, 8, 1, 512, BF16, BF16), dict(stores=False)),
+    ((2000, 8, 1, 512, BF16, BF16), dict(stores=False)),
+    ((2000, 64, 8, 64, None, BF16), dict()),  # gpt-oss
+):
+    LAUNCHES[f"qk_norm_rope_store {case} {variant}"] = lambda case=case, variant=variant: _rope(
+        *case, **variant
+    )
+for tokens, gates in ((1, 48), (1, 48 * 128), (2000, 48), (2000, 48 * 128)):
+    LAUNCHES[f"gate_output {tokens} {gates}"] = lambda tokens=tokens, gates=gates: [
+        triton_ops.gate_output(
+            torch.zeros(tokens, 48 * 128, dtype=BF16), torch.zeros(tokens, gates, dtype=BF16), activation
+        )
+        for activation in ("sigmoid", "softplus")
+    ]
 
 
 def _sample(num_seqs: int, vocab_size: int, dtype: torch.dtype) -> None:

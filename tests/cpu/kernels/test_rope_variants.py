@@ -1,7 +1,8 @@
 """Ropes over a part of a head or none, scaled queries, norms of v, heads of q alone, and gates of attention's
 output: Triton's kernels in the interpreter and the CPU's ops, against the reference.
 
-Ops differ by the order of sums and by exp and log: 1e-5 for float32. bfloat16 rounds results to 8 bits.
+Ops differ by the order of sums and by exp and log: 1e-5 for float32. bfloat16 rounds to 8 bits
+before the rotation too, which is one place of numbers up to 16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kinds.attention import QueryScaling
 
-TOLERANCES = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
+# where e^-|x| is nothing, the softplus divides 0 by 0 and does not use the result
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+TOLERANCES = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=2**-4)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 OPS = pytest.mark.parametrize("ops", [triton_ops, cpu_ops], ids=["Triton", "CPU"])
 HEADS, KV_HEADS, BLOCK_SIZE = 5, 2, 4
@@ -68,7 +72,8 @@ def test_a_variant_of_rope_equals_the_reference(
     (expected, expected_kv), (x, kv) = results
     torch.testing.assert_close(x, expected, **TOLERANCES[dtype])
     # a number between two of fp8 may become either one
-    torch.testing.assert_close(kv, expected_kv, **(dict(rtol=0.13, atol=2**-9) if fp8 else TOLERANCES[dtype]))
+    in_fp8 = dict(rtol=0.13, atol=2**-9 + TOLERANCES[dtype]["atol"])
+    torch.testing.assert_close(kv, expected_kv, **(in_fp8 if fp8 else TOLERANCES[dtype]))
     assert torch.equal(kv[:, 0], cache[:, 0].float()), "another layer's cache was touched"
 
 
