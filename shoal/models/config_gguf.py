@@ -15,7 +15,7 @@ from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
 from shoal.models.config_layers import FULL, SLIDING
 from shoal.models.config_rope import yarn_attention_factor
-from shoal.models.registry import BY_GGUF
+from shoal.models.registry import BY_GGUF, BY_NAME
 
 # a key that all architectures share, behind the architecture's prefix -> config.json's key
 KEYS = {
@@ -34,9 +34,11 @@ def config_from_gguf(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
     rope_factors: tuple[float, ...] = (),
+    longrope: tuple[tuple[float, ...], tuple[float, ...]] = ((), ()),
 ) -> ModelConfig:
-    """`shapes` belong to the file's tensors; vocabulary, tied head and biases follow from them. `where`
-    names the file in errors. Raises CheckpointError for what is missing, impossible or not supported."""
+    """`shapes` belong to the file's tensors; vocabulary, tied head and biases follow from them. `longrope`:
+    its short and long factors. `where` names the file in errors. Raises CheckpointError for what is missing,
+    impossible or not supported."""
     name = metadata.get("general.architecture")
     architecture = BY_GGUF.get(name) if isinstance(name, str) else None
     if architecture is None or architecture.gguf is None:
@@ -52,6 +54,9 @@ def config_from_gguf(
                 f"{where}: a {name}-architecture GGUF with {key} {values[key]!r:.80} ({model}) is not "
                 "supported"
             )
+    for key, other in names.others.items():
+        if values.get(key):
+            architecture = BY_NAME[other]
     keys = {**KEYS, **names.keys}
     config = {key: values[own] for own, key in keys.items() if own in values}
     per_layer = sorted(key for key, value in config.items() if isinstance(value, list))
@@ -64,8 +69,9 @@ def config_from_gguf(
             "language model"
         )
     rotated = values.get("rope.dimension_count")
-    head_dim = values.get("attention.key_length", rotated)
-    if rotated not in (None, head_dim):
+    partial = "partial_rotary_factor" in architecture.defaults
+    head_dim = values.get("attention.key_length", None if partial else rotated)
+    if rotated not in (None, head_dim) and not partial:
         raise CheckpointError(
             f"{where}: rotates {rotated} of {head_dim} head dimensions; partial rotary embeddings are "
             "not supported"
@@ -78,10 +84,14 @@ def config_from_gguf(
         "vocab_size": embedding[0],
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_parameters": _gguf_rope(values, where),
+        "rope_parameters": _gguf_rope(values, longrope, where),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }
+    if partial and rotated is not None:
+        given = ConfigFields(config, where)
+        size = given.count("head_dim", given.count("hidden_size") // given.count("num_attention_heads"))
+        config["partial_rotary_factor"] = ConfigFields(values, where).count("rope.dimension_count") / size
     if names.derived is not None:
         config |= names.derived(ConfigFields(config, where))
     parsed = config_from_json(config, where)
@@ -114,7 +124,9 @@ def _gguf_layer_types(values: Mapping[str, Any]) -> dict[str, Any]:
     return of_layers | ({} if pattern is None else {"sliding_window_pattern": pattern})
 
 
-def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _gguf_rope(
+    values: Mapping[str, Any], longrope: tuple[tuple[float, ...], tuple[float, ...]], where: str
+) -> dict[str, Any]:
     """llama.cpp's rope keys as rope_parameters."""
     rope = {
         "rope_theta": values.get("rope.freq_base"),
@@ -124,12 +136,19 @@ def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
     }
+    if any(longrope):
+        short, long = map(list, longrope)
+        factor = values.get("rope.scaling.attn_factor")
+        scaled = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        return rope | scaled | {"attention_factor": factor}
     if rope["rope_type"] == "none":
         return {"rope_theta": rope["rope_theta"]}
     # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the matmul
     if rope["rope_type"] == "yarn":
         given = ConfigFields(values, where)
-        own = yarn_attention_factor(ConfigFields({}, where), given.number("rope.scaling.factor"))
+        all_dims = values.get("rope.scaling.yarn_log_multiplier")
+        mscale = ConfigFields({"mscale": 1.0, "mscale_all_dim": all_dims}, where)
+        own = yarn_attention_factor(mscale, given.number("rope.scaling.factor"))
         factors = (given.number(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor"))
         rope["attention_factor"] = math.prod(factors, start=own)
     return rope

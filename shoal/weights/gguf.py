@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from shoal.errors import CheckpointError
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
+from shoal.models.checkpoint_names import split
 from shoal.models.registry import BY_GGUF
-from shoal.weights.gguf_header import ROPE_FACTORS, GGUFHeader, TensorInfo
+from shoal.models.registry import BY_NAME as ARCHITECTURES
+from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
 
 # names that all architectures share; each adds its own (models/architecture.py)
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -43,9 +46,9 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
     """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
     place for."""
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
-    names = _names(header)
+    names, stored = _names(header), ARCHITECTURES[config.architecture].tensors
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:  # it is part of the config
+        if info.name in ROPE_TENSORS:  # it is part of the config
             continue
         name = _hugging_face_name(info.name, names, header)
         if "{}" in name:
@@ -57,16 +60,18 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
             attention = config.attention
             num_heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
             tensor = _restore_rows(tensor, num_heads, attention.head_dim, info, header)
-        yield name, tensor
+        for part in split(name, tuple(tensor.shape), stored, config):
+            yield part.name, part.take(cast(torch.Tensor, tensor))  # a GGUFTensor has slices of rows, too
 
 
 def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, from the header alone. Raises CheckpointError for a tensor that this engine
     has no place for."""
     names, num_experts = _names(header), 0 if config.experts is None else config.experts.num_experts
+    stored = ARCHITECTURES[config.architecture].tensors
     shapes: dict[str, tuple[int, ...]] = {}
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:
+        if info.name in ROPE_TENSORS:
             continue
         name, shape = _hugging_face_name(info.name, names, header), info.shape
         if "{}" in name:
@@ -81,7 +86,9 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
                 f"{header.path}: the {info.kind} tensor {info.name} has shape "
                 f"{list(info.shape)} instead of [out, in]"
             )
-        shapes |= {name.format(expert): shape for expert in range(num_experts if "{}" in name else 1)}
+        for expert in range(num_experts if "{}" in name else 1):
+            for part in split(name.format(expert), shape, stored, config):
+                shapes[part.name] = part.shape
     return shapes
 
 

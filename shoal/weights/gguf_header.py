@@ -24,6 +24,8 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # a tensor of numbers by which rotary frequencies are divided (Llama 3's scaling)
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # The bounds of the header before the tensors' data. The largest published vocabularies take 10 MiB and a
 # million values.
 MAX_HEADER_BYTES = 256 << 20
@@ -67,10 +69,15 @@ def read_header(path: Path) -> GGUFHeader:
         raise CheckpointError(f"cannot read the GGUF file {path}: {error}") from None
 
 
-def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
+def read_longrope(header: GGUFHeader) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns longrope's short and long factors; () for what the file lacks."""
+    return read_rope_factors(header, SHORT_FACTORS), read_rope_factors(header, LONG_FACTORS)
+
+
+def read_rope_factors(header: GGUFHeader, name: str = ROPE_FACTORS) -> tuple[float, ...]:
     """Returns the divisor of each rotary frequency; () if the file has no such tensor. Raises CheckpointError
     for anything but a row of positive numbers."""
-    info = header.tensors.get(ROPE_FACTORS)
+    info = header.tensors.get(name)
     if info is None:
         return ()
     if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:

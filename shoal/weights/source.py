@@ -23,7 +23,7 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.sampling_params import SamplingParams, sampling_defaults
 from shoal.weights import default_model, hub, store
-from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
+from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
@@ -105,7 +105,11 @@ class CheckpointFiles:
                 else config
             )
         return config_from_gguf(
-            self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
+            self.metadata,
+            self.header.shapes,
+            str(self.file),
+            read_rope_factors(self.header),
+            read_longrope(self.header),
         )
 
     def _lacks_head(self, config: ModelConfig) -> bool:

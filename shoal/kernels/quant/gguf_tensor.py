@@ -58,6 +58,9 @@ class GGUFTensor(QuantizedTensor):
             *(None if part is None else part.reshape(rows, -1) for part in UNPACK[self.kind](groups))  # type: ignore[arg-type]
         )
 
+    def __getitem__(self, rows: slice) -> GGUFTensor:
+        return self.rows(rows.start, rows.stop)
+
     def rows(self, start: int, stop: int) -> GGUFTensor:
         return replace(self, shape=(stop - start, self.shape[1]), data=self.data[start:stop])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
 
 
@@ -29,4 +29,5 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     interleaved=True,
+    gguf=GGUFNames("ernie4_5"),
 )

@@ -12,8 +12,11 @@ from shoal.models.families import llama
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    config = llama.read(config, fields).with_attention(scale=fields.number("attention_multiplier"))
+    if not fields.flag("rope_finetuned", True):  # GGUF's sign of Granite 4 without rope
+        config = config.with_attention(rope=None)
     return replace(
-        llama.read(config, fields).with_attention(scale=fields.number("attention_multiplier")),
+        config,
         embedding_multiplier=fields.number("embedding_multiplier"),
         residual_multiplier=fields.number("residual_multiplier"),
         logits_scaling=fields.number("logits_scaling"),
@@ -41,6 +44,7 @@ ARCHITECTURE = Architecture(
             "attention.scale": "attention_multiplier",
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
+            "rope.scaling.finetuned": "rope_finetuned",
         },
         refused={"expert_count": "a mixture of experts"},
         interleaved=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
 
 if TYPE_CHECKING:
@@ -36,5 +36,6 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     tensors={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"},
+    gguf=GGUFNames("hunyuan-dense"),
     layer_class=layer_class,
 )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from shoal.kinds.attention import QueryScaling
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_rope import rope_values
 from shoal.models.families import mistral
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    rope = ConfigFields(rope_values(fields), f"{fields.where}: rope parameters")
+    given = {"llama_4_scaling_beta": fields.get("temperature_scale"), **rope_values(fields)}
+    rope, config = ConfigFields(given, f"{fields.where}: rope parameters"), mistral.read(config, fields)
+    if rope.get("llama_4_scaling_beta") is None:
+        return config
     scaling = QueryScaling(
         rope.number("llama_4_scaling_beta"), rope.count("original_max_position_embeddings")
     )
-    return mistral.read(config, fields).with_attention(query_scaling=scaling)
+    return config.with_attention(query_scaling=scaling)
 
 
 ARCHITECTURE = Architecture(
@@ -41,4 +44,5 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     nested_in=("Mistral3ForConditionalGeneration",),
+    gguf=GGUFNames("mistral3", keys={"attention.temperature_scale": "temperature_scale"}, interleaved=True),
 )

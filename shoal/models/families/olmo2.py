@@ -4,7 +4,7 @@ all their heads together (olmo2_layer.py)."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, o_bias=bias)
+
+
+def whole_factor(fields: ConfigFields) -> dict[str, Any]:
+    """The rope of a GGUF file. Its converter writes the model's whole factor, and not one beside yarn's
+    own."""
+    rope = dict(fields.get("rope_parameters"))
+    if rope.get("rope_type") == "yarn" and fields.get("attn_factor") is not None:
+        rope["attention_factor"] = fields.number("attn_factor")
+    return {"rope_parameters": rope}
 
 
 def layer_class() -> type[nn.Module]:
@@ -41,7 +50,9 @@ ARCHITECTURE = Architecture(
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        refused={"attention.sliding_window": "OLMo 3"},
+        keys={"rope.scaling.attn_factor": "attn_factor"},
+        derived=whole_factor,
+        others={"attention.sliding_window": "olmo3"},
     ),
     layer_class=layer_class,
 )

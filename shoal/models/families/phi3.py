@@ -3,7 +3,7 @@ Phi-3 has a window in all layers, and models for long contexts have longrope."""
 
 from __future__ import annotations
 
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.families import mistral
 
@@ -26,4 +26,9 @@ ARCHITECTURE = Architecture(
         ),
         "mlp.gate_up_proj": Stack(("mlp.gate_proj", "mlp.up_proj")),
     },
+    gguf=GGUFNames(
+        "phi3",
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        keys={"rope.scaling.original_context_length": "original_max_position_embeddings"},
+    ),
 )

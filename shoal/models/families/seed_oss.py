@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
 
 
@@ -30,4 +30,5 @@ ARCHITECTURE = Architecture(
         "eos_token_id": 2,
     },
     read=read,
+    gguf=GGUFNames("seed_oss", tensors={"post_attention_norm": "post_attention_layernorm"}),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, SLIDING
 from shoal.models.families import llama
@@ -47,4 +47,5 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     layer_types=layer_types,
+    gguf=GGUFNames("smollm3", interleaved=True),
 )

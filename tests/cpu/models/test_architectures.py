@@ -32,6 +32,9 @@ UNLIKE_LLAMA_GGUF = [
     if architecture.gguf and architecture.hf_class.replace("ForCausalLM", "Config") not in tiny.LLAMA_LINE
 ]
 
+# other architectures whose packed layers are Llama's, and run in the same C call
+LLAMA_LAYERS = ("seed_oss", "phi3", "ernie4_5")
+
 
 def greedy(**options):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options)
@@ -124,8 +127,24 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(name, options, root, build)
         assert ids_of(engine.generate(PROMPTS, greedy())) == expected
 
 
-@pytest.mark.parametrize(("kind", "close"), [("F32", 1e-3), ("Q8_0", 2e-2)])
-@pytest.mark.parametrize("name", ["llama", *UNLIKE_LLAMA_GGUF])
+def parts_of(key, weights):
+    """The tensors, as the decoder has them, that are one of transformers'."""
+    own = key.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm")
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    merged = next((name for name in parts if name in own), None)
+    if own == "lm_head.weight" and own not in weights:
+        own = "model.embed_tokens.weight"
+    names = [own] if merged is None else [own.replace(merged, part) for part in parts[merged]]
+    return [torch.from_numpy(weights[name]) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "close"),
+    [
+        *((name, "F32", 1e-3) for name in ("llama", *UNLIKE_LLAMA_GGUF, "olmo2-windows", "phi3-long")),
+        *((name, "Q8_0", 2e-2) for name in ("llama", *UNLIKE_LLAMA_GGUF) if name not in LLAMA_LAYERS),
+    ],
+)
 def test_a_gguf_file_computes_what_transformers_computes_with_its_weights(
     name, kind, close, tmp_path, monkeypatch
 ):
@@ -138,7 +157,7 @@ def test_a_gguf_file_computes_what_transformers_computes_with_its_weights(
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    oracle.load_state_dict({key: torch.from_numpy(weight) for key, weight in weights.items()})
+    oracle.load_state_dict({key: torch.cat(parts_of(key, weights)) for key in oracle.state_dict()})
     prompt = random.Random(1).choices(range(96), k=40)
     fuse_layers, made = fused.fuse_layers, []
     monkeypatch.setattr(fused, "fuse_layers", lambda *args: made.append(fuse_layers(*args)) or made[-1])

@@ -3,6 +3,7 @@ test_checkpoint_fuzz.py."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import gguf
@@ -17,7 +18,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.registry import BY_GGUF
 from shoal.weights.gguf import gguf_tensors
-from shoal.weights.gguf_header import read_header, read_rope_factors
+from shoal.weights.gguf_header import read_header, read_longrope, read_rope_factors
 from tests.cpu.weights.test_weights_quantized import random_rows
 
 SIZES = dict(
@@ -45,15 +46,58 @@ CHANGES |= {
     "gemma2": dict(GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": dict(GEMMA, num_hidden_layers=7),
 }
+CHANGES |= {
+    "smollm3": dict(num_hidden_layers=5),
+    "phi3": dict(num_key_value_heads=2, sliding_window=9),
+    "mistral3": dict(
+        head_dim=16,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e6,
+            factor=8.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "seed_oss": dict(head_dim=16, attention_out_bias=True),
+    "ernie4_5": dict(head_dim=16),
+    "hunyuan-dense": dict(head_dim=16),
+}
+CHANGES = {name: dict(pad_token_id=0) | changes for name, changes in CHANGES.items()}
 # an architecture's name in GGUF files -> the config class of its text model, where the class's name says so
 CONFIGS = {"gemma3": "Gemma3Text"}
+VARIANTS = {
+    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "olmo2-windows": ("Olmo3", dict(num_hidden_layers=5, sliding_window=9)),
+    "phi3-long": (
+        "Phi3",
+        dict(
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            original_max_position_embeddings=16,
+            pad_token_id=0,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                original_max_position_embeddings=16,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0 + i / 10 for i in range(12)],
+                long_factor=[1.0 + i for i in range(12)],
+            ),
+        ),
+    ),
+}
 MODELS = {
     name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))
     for name, architecture in BY_GGUF.items()
-} | {"llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True))}
+} | VARIANTS
 NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
-PERMUTED = ("llama", "granite")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 ZERO_CENTRED = ("gemma2", "gemma3")  # the converter adds 1 to the weights of norms
 
 
@@ -66,7 +110,7 @@ def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.
     """Writes a random model as llama.cpp's converter does; returns what its tensors, dequantized, should be
     by Hugging Face name."""
     config_class, changes = MODELS[name]
-    architecture = name.partition("-")[0]
+    architecture = name if name in BY_GGUF else name.partition("-")[0]
     config = getattr(transformers, f"{config_class}Config")(**SIZES | changes)
     torch.manual_seed(seed)
     state = transformers.AutoModelForCausalLM.from_config(config).state_dict()
@@ -113,7 +157,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * ropes.get("partial_rotary_factor", 1.0)))
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list([f"token {i} \u00e9" for i in range(config.vocab_size)])
     writer.add_token_scores([float(i) for i in range(config.vocab_size)])
@@ -122,6 +166,23 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if (rope := ropes.get("full_attention", ropes))["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        scale = config.max_position_embeddings / config.original_max_position_embeddings
+        factor = math.sqrt(1 + math.log(scale) / math.log(config.original_max_position_embeddings))
+        writer.add_rope_scaling_attn_factors(factor)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.float32(rope[f"{kind}_factor"]))
+    if config.model_type in ("phi3", "olmo3") and config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if hasattr(config, "query_pre_attn_scalar"):
         writer.add_sliding_window(config.sliding_window)
         if config.final_logit_softcapping is not None:
@@ -151,12 +212,29 @@ def write_tensor(writer, names, architecture, config, hf_name, weight, kind, exp
         stem, _, projection = hf_name.partition(".experts.")
         expected |= {f"{stem}.experts.{e}.{projection}": rounded[e] for e in range(len(rounded))}
     else:
-        expected[hf_name] = rounded
+        expected |= dict(parts_of(hf_name, rounded, config))
+
+
+def parts_of(hf_name, weight, config):
+    """The decoder's tensors that one of a checkpoint holds."""
+    name, heads = hf_name, (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+    for own, other in (("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")):
+        name = name.replace(own, other)
+    if "qkv_proj" in name or "gate_up_proj" in name:
+        shares = heads if "qkv" in name else (1, 1)
+        edges = np.cumsum(shares)[:-1] * len(weight) // sum(shares)
+        of_attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        parts = of_attention if "qkv" in name else ("mlp.gate_proj", "mlp.up_proj")
+        stem = ".".join(name.split(".")[:3])
+        yield from zip([f"{stem}.{part}.weight" for part in parts], np.split(weight, edges))
+    else:
+        yield name, weight
 
 
 def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | GGUFTensor]]:
     header = read_header(path)
-    config = config_from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
+    factors = read_rope_factors(header), read_longrope(header)
+    config = config_from_gguf(header.metadata, header.shapes, str(path), *factors)
     return config, dict(gguf_tensors(header, config))
 
 
