@@ -38,9 +38,9 @@ ALLOCATE = {
 
 
 def logical(spec: CacheSpec, seed: int) -> torch.Tensor:
-    """Content of all ranks' caches together: random bytes, [layers, blocks, 2, tokens, heads, bytes of a
-    head]."""
-    shape = (spec.num_layers, spec.num_blocks, 2, spec.block_size, spec.num_heads)
+    """Content of all ranks' caches together: random bytes, [layers, blocks, planes, tokens, heads, bytes of
+    a head]."""
+    shape = (spec.num_layers, spec.num_blocks, spec.planes, spec.block_size, spec.num_heads)
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.integers(0, 256, (*shape, spec.head_dim * ITEM_BYTES[spec.dtype]), np.uint8))
 

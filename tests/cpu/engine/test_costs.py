@@ -97,6 +97,23 @@ def test_the_best_end_of_a_run_over_two_tiers_is_that_of_all_ends():
         assert found == best if not tried else best < found <= best + TRIAL_BLOCKS
 
 
+def test_blocks_that_are_of_use_only_together_are_fetched_if_all_are_quicker_than_computing():
+    costs = Costs(4, 0.001, {"host": 0.001, "disk": 0.01})
+    assert costs.are_worth_fetching(["host"] * 10, 100, 0, 0.0)
+    assert costs.are_worth_fetching(["host"] * 5 + ["disk"] * 9, 100, 0, 0.0)
+    assert not costs.are_worth_fetching(["host"] * 10, 11, 0, 0.0), "a fetch ends later"
+    assert costs.are_worth_fetching(["host"] * 10, 11, 50, 0.0), "computing would begin later"
+    assert not costs.are_worth_fetching(["host"] * 10, 100, 0, 0.2), "other fetches come first"
+    assert costs.trials["host"].num_begun == costs.trials["disk"].num_begun == 0
+
+
+def test_a_slow_tier_of_blocks_that_are_of_use_only_together_is_tried_now_and_then():
+    costs = Costs(4, 0.001, {"host": 0.001, "disk": 0.02})
+    found = [costs.are_worth_fetching(["disk"] * 10 + ["host"], 100, 0, 0.0) for _ in range(100)]
+    assert 0 < sum(found) < 12 and found[0] and sum(found) == costs.trials["disk"].num_begun
+    assert not any(costs.are_worth_fetching(["disk"] * 1000, 100, 0, 0.0) for _ in range(100)), "far too slow"
+
+
 def test_reads_side_by_side_are_measured_by_the_time_in_which_there_was_work():
     """Two reads at once, of 8 blocks each, which both end within 4 seconds: 0.25 seconds a block. The clock
     is looked at long after."""

@@ -97,5 +97,40 @@ def test_a_ticket_that_contradicts_itself_is_refused():
     assert "block_size" in refusal(seal(wrong))
 
 
+GROUPED = replace(
+    TICKET,
+    ranks=tuple(
+        tuple(replace(one, specs=(*one.specs, replace(one.specs[0], num_layers=1))) for one in rank)
+        for rank in TICKET.ranks
+    ),
+    groups=(0, 1, 0),
+)
+
+
+def test_a_ticket_of_several_groups_names_the_group_of_each_block():
+    assert unseal(seal(GROUPED)) == GROUPED and GROUPED.num_layers == 1
+    first, second = GROUPED.ranks
+    less = tuple(replace(one, specs=one.specs[:1]) for one in second)
+    for change, said in (
+        (dict(groups=()), "3 blocks of 2 groups have 0 group numbers"),
+        (dict(groups=(0, 1)), "3 blocks of 2 groups have 2 group numbers"),
+        (dict(groups=(0, 2, 0)), "a block of group 2 of a cache of 2 groups"),
+        (dict(ranks=(first, less)), "one has 1 groups of layers, another 2"),
+    ):
+        assert said in refusal(seal(replace(GROUPED, **change)))
+    assert "a block of group 1" in refusal(seal(replace(TICKET, groups=(0, 1, 0))))
+
+
+def test_a_ticket_of_the_version_before_is_refused_by_name():
+    """A spec for each address, and no groups, as workers of the version before seal them."""
+    plain = msgspec.to_builtins(TICKET, builtin_types=(bytes,))
+    for rank in plain["ranks"]:
+        for address in rank:
+            [address["spec"]] = address.pop("specs")
+    del plain["groups"]
+    said = refusal(seal(plain | {"version": 1}))
+    assert "its version is 1, and this worker knows 2; run equal versions of Shoal" in said
+
+
 def test_progress_says_how_many_layers_a_block_has():
     assert [Progress(2, 4, 1).layers_of(i, 3) for i in range(6)] == [3, 3, 1, 1, 0, 0]
