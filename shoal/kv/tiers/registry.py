@@ -20,7 +20,7 @@ class TierPlace:
     """The identity of a rank's blocks: the model that computed them, and the layout of their bytes."""
 
     fingerprint: bytes  # 16 bytes, of the weights' content
-    specs: tuple[CacheSpec, ...]  # of each group of layers; their blocks have equal bytes
+    specs: tuple[CacheSpec, ...]  # one for each group of layers; their blocks have equal bytes
     record_events: bool  # the caller must call take_events
 
 
