@@ -312,19 +312,24 @@ CONFIG = dict(
 )
 
 
+# fields that a config of DeepSeek has, and a config of Qwen3-MoE has not
+LATENT_KEYS = [key for key in MOST if key.startswith("n_") or key.endswith(("_rank", "_head_dim"))]
+
+
 @pytest.mark.parametrize("key", [*MOST, "sliding_window", "rms_norm_eps", "rope_theta"])
 @pytest.mark.parametrize("value", [2**62, 10**400, 1e400, float("nan"), -1, 0, "64", [64], {}, True])
 def test_a_config_that_is_absurd_anywhere_is_refused_with_the_field(key, value):
     config = {
         **CONFIG,
-        "architectures": ["Qwen3MoeForCausalLM"],
+        "architectures": ["DeepseekV3ForCausalLM" if key in LATENT_KEYS else "Qwen3MoeForCausalLM"],
         "use_sliding_window": True,
+        "num_key_value_heads": 4,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
     } | {key: value}
-    if (key, value) in (("num_experts", 0),):
-        return  # a dense model
+    if (key, value) in (("num_experts", 0), ("n_shared_experts", 0)):
+        return  # a dense model; one without shared experts
     with pytest.raises(CheckpointError, match=f"folder/config.json: .*{key}"):
         config_from_json(config, "folder/config.json")
 
