@@ -87,7 +87,7 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: str = "silu"  # for gated MLPs, by the names of kernels/reference.py
     embedding_multiplier: float = 1.0  # factor of embeddings
-    per_layer_size: int = 0  # of the embedding of a token that each layer has of its own; 0: none has one
+    per_layer_size: int = 0  # numbers of a token's embedding for each layer; 0: there is one for all layers
     per_layer_vocab_size: int = 0
     embedding_norm: bool = False  # embeddings are divided by their rms
     post_norm_eps: float | None = (

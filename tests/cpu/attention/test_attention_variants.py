@@ -45,7 +45,7 @@ def test_decodes_of_a_large_batch(softcap: float | None, sinks: bool) -> None:
 @VARIANTS
 @pytest.mark.parametrize("window", [None, 5])
 def test_decodes_of_several_tokens(softcap: float | None, sinks: bool, window: int | None) -> None:
-    """Of (8, 3) the first 5 are padding, and get zeros."""
+    """The first 5 tokens of (8, 3) are padding, and get zeros."""
     vary(Case([(8, n) for n in (70, 3, 0)], 8, 2, queries=8), softcap, sinks).decode(3, window)
 
 
