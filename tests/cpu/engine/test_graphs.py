@@ -57,6 +57,36 @@ MODELS = {
         ),
         dict(max_num_seqs=1),
     ),
+    "latents": (
+        "DeepseekV3Config",
+        dict(
+            num_hidden_layers=2,
+            num_attention_heads=20,
+            num_key_value_heads=20,
+            q_lora_rank=192,
+            kv_lora_rank=512,
+            qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
+            v_head_dim=256,
+            first_k_dense_replace=2,
+        ),
+        {},
+    ),
+    "latents without a rank of queries": (
+        "DeepseekV2Config",
+        dict(
+            num_hidden_layers=2,
+            num_key_value_heads=8,
+            q_lora_rank=None,
+            kv_lora_rank=256,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            first_k_dense_replace=2,
+            num_experts_per_tok=2,
+        ),
+        {},
+    ),
     "many sequences": (
         "Qwen3Config",
         dict(num_hidden_layers=2),
@@ -151,6 +181,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     from triton.runtime.jit import JITFunction
     from triton_compile import _NoDriver
 
+    from shoal.attention.latent_triton import TritonLatentBackend
     from shoal.attention.triton import TritonBackend
     from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner import start_up
@@ -158,6 +189,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     from shoal.engine.runner.steps import Steps
     from shoal.kernels import triton_ops
     from shoal.kernels.matmul import dispatch, hopper_linear
+    from shoal.kinds.latent import LatentKind
     from tests import tiny
     from tests.cpu.engine.test_runner import Rank
 
@@ -226,11 +258,12 @@ def launched_variants(folder: Path, name: str) -> dict:
     start_up.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
     runner_module.select_backends = lambda config, device, dtype, shapes, holding: {
-        shape: TritonBackend(
-            shape, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
-        )
+        shape: TritonLatentBackend(shape, device, dtype)
+        if isinstance(shape, LatentKind)
+        else TritonBackend(shape, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
         for shape in shapes
     }
+    torch.mm = lambda x, weight: x.new_zeros(len(x), weight.shape[1])
     kind, changes, options = MODELS[name]
     model = getattr(transformers, kind)(
         **LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")]
