@@ -472,6 +472,40 @@ FAMILIES |= {
     ),
 }
 TWO_HEAD_SIZES = ("gemma4", "gemma4-shared", "gemma4-experts")
+FAMILIES["llama4"] = (
+    "Llama4TextConfig",
+    dict(
+        head_dim=16,
+        num_hidden_layers=5,
+        no_rope_layers=[],
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=256,
+        floor_scale=16,
+        attn_scale=0.5,
+    ),
+    None,
+)
+
+
+def rotary_dim(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """MiniMax M2's own word for the part of a head that is rotated."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
+    config["rotary_dim"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+
+
+FAMILIES["minimax-rotary-dim"] = (
+    "MiniMaxM2Config",
+    dict(
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.5),
+    ),
+    rotary_dim,
+)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -13,7 +13,7 @@ from shoal.models.families import llama
 
 def rotated(fields: ConfigFields, num_layers: int) -> list[bool]:
     """For each layer, True if it rotates q and k."""
-    if fields.get("no_rope_layers") is None:
+    if not fields.get("no_rope_layers"):
         interval = fields.count("no_rope_layer_interval")
         return [(i + 1) % interval != 0 for i in range(num_layers)]
     flags = fields.each("no_rope_layers", num_layers)

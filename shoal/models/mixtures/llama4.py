@@ -1,0 +1,121 @@
+"""Llama 4, text: layers with rope see their chunk of positions, the others see all and scale their queries.
+An engine takes sequences of one chunk, in which both see the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shoal.errors import CheckpointError
+from shoal.kinds.attention import QueryScaling
+from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.checkpoint_names import Stack
+from shoal.models.config_experts import DENSE, SPARSE, with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import FULL
+from shoal.models.families.smollm3 import rotated
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CHUNKED = "chunked_attention"
+
+
+def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
+    has_chunks = fields.get("attention_chunk_size") is not None
+    return tuple(CHUNKED if has_chunks and has_rope else FULL for has_rope in rotated(fields, num_layers))
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    if (chosen := fields.count("num_experts_per_tok")) != 1:
+        raise CheckpointError(
+            f"{fields.where}: num_experts_per_tok must be 1 for this architecture, got {chosen}; an expert's "
+            "input is scaled by its score"
+        )
+    scaling = None
+    if fields.get("attn_temperature_tuning"):
+        scaling = QueryScaling(fields.number("attn_scale"), fields.count("floor_scale"), offset=1)
+    flags = rotated(fields, config.num_layers)
+    layers = tuple(
+        kind.with_attention(qk_rms=fields.flag("use_qk_norm"))
+        if has_rope
+        else kind.with_attention(rope=None, query_scaling=scaling)
+        for kind, has_rope in zip(config.layers, flags)
+    )
+    longest = config.max_position_embeddings
+    if fields.get("attention_chunk_size") is not None:
+        longest = min(longest, fields.count("attention_chunk_size"))
+    bias, size = fields.flag("attention_bias"), config.intermediate_size
+    config = replace(
+        config,
+        max_position_embeddings=longest,
+        intermediate_size=fields.count("intermediate_size_mlp"),
+        layers=layers,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    router = Router(chosen, scores="chosen")
+    experts = ExpertsKind(fields.count("num_experts"), size, router, shared=SharedExpert(size))
+    return with_experts(config, sparse_layers(fields, config.num_layers), experts)
+
+
+def sparse_layers(fields: ConfigFields, num_layers: int) -> ConfigFields:
+    """The layers with experts, in the words of other configs."""
+    step, listed = fields.count("interleave_moe_layer_step"), fields.get("moe_layers")
+    if listed is None:
+        listed = range(step - 1, num_layers, step)
+    elif not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise CheckpointError(f"{fields.where}: moe_layers must be a list of layers, got {listed!r:.80}")
+    kinds = [SPARSE if i in listed else DENSE for i in range(num_layers)]
+    return ConfigFields({**fields.values, "mlp_layer_types": kinds}, fields.where)
+
+
+def layer_class() -> type[nn.Module]:
+    from shoal.models.mixtures.llama4_layer import Llama4Layer
+
+    return Llama4Layer
+
+
+ARCHITECTURE = Architecture(
+    name="llama4_text",
+    hf_class="Llama4ForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "intermediate_size_mlp": 16384,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    read=read,
+    layer_types=layer_types,
+    known_layer_types=(FULL, CHUNKED),
+    nested_in=("Llama4ForConditionalGeneration",),
+    renamed={"num_local_experts": "num_experts"},
+    tensors={
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.shared_expert": "mlp.shared_experts",
+        "feed_forward.experts.gate_up_proj": Stack(
+            ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), transposed=True
+        ),
+        "feed_forward.experts.down_proj": Stack(("mlp.experts.{}.down_proj",), transposed=True),
+        "feed_forward.gate_proj": "mlp.gate_proj",
+        "feed_forward.up_proj": "mlp.up_proj",
+        "feed_forward.down_proj": "mlp.down_proj",
+    },
+    interleaved=True,
+    layer_class=layer_class,
+)
