@@ -5,6 +5,7 @@ tensors that hold several matrices, such as all experts of a layer. An architect
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from shoal.model_config import ModelConfig
 
 LAYER = re.compile(r"(model\.layers\.[0-9]{1,9}\.)(.+)")
+# Tensors of quantized matrices (models/layouts/): AWQ's and GPTQ's, whose columns are the outputs, and the
+# groups of inputs, which all parts share.
+BY_COLUMNS, WHOLE = ("qweight", "qzeros", "scales"), ("g_idx", "weight_g_idx")
 EXPERT = "{}"  # in names: an expert's number
 
 
@@ -81,29 +85,43 @@ def split(
 def _parts(
     name: str, shape: tuple[int, ...], stack: Stack, shares: tuple[int, ...], layer: str, parameter: str
 ) -> Iterator[Part]:
-    by_expert, total = EXPERT in stack.parts[0], sum(shares)
-    turned = stack.transposed and parameter == "weight"
+    by_expert, common = EXPERT in stack.parts[0], math.gcd(*shares)
+    shares = tuple(share // common for share in shares)
+    total, turned = sum(shares), stack.transposed and parameter == "weight"
     outs = int(by_expert) + int(turned)  # the dimension of outputs
-    if shape == (1,) and parameter.endswith("scale"):  # one for all parts
+    if parameter in BY_COLUMNS:
+        outs = len(shape) - 1
+    if parameter in WHOLE or (shape == (1,) and parameter.endswith("scale")):
         for part in stack.parts:
             yield Part(f"{layer}{part}.{parameter}", shape, lambda tensor: tensor)
+        return
+    if parameter == "weight_shape":  # holds the numbers of outputs and inputs
+        for part, share in zip(stack.parts, shares):
+
+            def scaled(tensor: torch.Tensor, share: int = share) -> torch.Tensor:
+                sizes = tensor.clone()
+                sizes[0] = sizes[0] * share // total
+                return sizes
+
+            yield Part(f"{layer}{part}.{parameter}", shape, scaled)
         return
     if len(shape) <= outs or shape[outs] % total:
         raise CheckpointError(
             f"{name} has shape {list(shape)}, which does not hold {total} equal parts in dimension {outs}; "
             "is it another model's file?"
         )
-    unit = shape[outs] // total
+    unit, dim = shape[outs] // total, outs - int(by_expert)
     for expert in range(shape[0]) if by_expert else (None,):
         for i, part in enumerate(stack.parts):
             own, start = list(shape[int(by_expert) :]), unit * sum(shares[:i])
-            own[outs - int(by_expert)] = unit * shares[i]
+            own[dim] = unit * shares[i]
             if turned:
                 own = own[::-1]
             rows = slice(i, None, total) if stack.interleaved else slice(start, start + unit * shares[i])
 
             def take(tensor: torch.Tensor, expert: int | None = expert, rows: slice = rows) -> torch.Tensor:
                 matrix = tensor if expert is None else tensor[expert]
-                return matrix[:, rows].T if turned else matrix[rows]
+                matrix = matrix[:, rows] if dim else matrix[rows]
+                return matrix.T if turned else matrix
 
             yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -131,6 +132,23 @@ def test_a_checkpoint_is_what_its_tool_unpacks(kind, tmp_path):
         if isinstance(tensor, QuantizedTensor):
             tensor = tensor.dequantize()
         assert torch.equal(tensor.to(unpacked[name].dtype), unpacked[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_that_holds_q_k_and_v_is_split_as_its_tool_unpacks_it(kind, tmp_path):
+    sizes = {key: size for key, size in quantized.SIZES.items() if key != "head_dim"}
+    config = transformers.Phi3Config(**sizes | dict(hidden_size=512), pad_token_id=0)
+    unpacked = quantized.write(tmp_path, kind, config)
+    files = CheckpointFiles(tmp_path)
+    check_shapes(files)
+    found = dict(checkpoint_tensors(files))
+    merged = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+    for layer, (name, parts) in itertools.product(range(config.num_hidden_layers), merged.items()):
+        room = name.partition(".")[0]
+        names = [f"model.layers.{layer}.{room}.{part}_proj.weight" for part in parts]
+        assert all(isinstance(found[own], QuantizedTensor) for own in names)
+        whole = unpacked[f"model.layers.{layer}.{name}.weight"]
+        assert torch.equal(torch.cat([found[own].dequantize() for own in names]).to(whole.dtype), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
