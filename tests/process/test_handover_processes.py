@@ -17,6 +17,7 @@ from shoal.errors import EngineDeadError
 from shoal.kv.transfer.ticket import unseal
 from shoal.sampling_params import SamplingParams
 from tests import tiny
+from tests.tiny_families import write_family
 
 COUNT = 8
 DEADLINE_S = 120
@@ -178,6 +179,29 @@ def test_blocks_go_between_tensor_parallel_sizes(folder, lender_tp, reader_tp):
         assert first + rest == tiny.greedy(folder, asked[0][::-1], COUNT)
         _, read = await all_is_given_back(lender, reader)
         assert read.kv_transfer_failures == {"ended": 1}
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lender_tp, reader_tp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss-plain", "deepseek-v3"])
+def test_blocks_of_several_groups_go_between_tensor_parallel_sizes(name, root, lender_tp, reader_tp):
+    """By heads, group by group; a latent is the same on every rank."""
+    folder = write_family(root, name)
+
+    async def check():
+        lender, reader = await start(
+            config(folder, "kv_producer", tensor_parallel_size=lender_tp, max_num_batched_tokens=40),
+            config(folder, "kv_consumer", tensor_parallel_size=reader_tp),
+        )
+        asked = prompts(2, 120)
+        found = await asyncio.gather(*(apart(lender, reader, i, p) for i, p in enumerate(asked)))
+        assert found == [tiny.greedy(folder, prompt, COUNT) for prompt in asked]
+        _, read = await all_is_given_back(lender, reader)
+        assert read.kv_transfers["shared_memory"].blocks >= 2 * 8 and not read.kv_transfer_failures
         await reader.close()
         await lender.close()
 
