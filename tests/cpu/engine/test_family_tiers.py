@@ -17,7 +17,7 @@ from shoal.kv_events import BlockStored
 from shoal.weights.source import resolve
 from tests.tiny_families import write_family
 
-NAMES = ["gemma3", "gpt-oss-plain", "granite-swa", "mixtral", "deepseek-v3"]
+NAMES = ["gemma3", "gpt-oss-plain", "granite-swa", "mixtral", "deepseek-v3", "gemma4", "gemma4-shared"]
 COUNT = 8
 DEADLINE_S = 60
 

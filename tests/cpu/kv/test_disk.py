@@ -497,6 +497,26 @@ def test_an_unreadable_file_is_recomputed(make, monkeypatch):
     assert not tier.contains(metas[0].key) and write(tier, metas[:1]) == [True] and all_right(tier, metas)
 
 
+def test_files_of_other_groups_of_layers_are_not_found(tmp_path):
+    """Equal first groups, and blocks of equal bytes: the layouts of all groups count."""
+    other = change(SPEC, num_layers=1, padding=SPEC.block_bytes // SPEC.num_layers * (SPEC.num_layers - 1))
+    metas = chain(2)
+
+    def open_tier(*others):
+        return DiskTier(str(tmp_path / "kv"), 1 << 20, MODEL, SPEC, other_specs=others)
+
+    for others in ((), (other,), (other, other)):
+        tier = open_tier(*others)
+        assert not any(tier.contains(meta.key) for meta in metas)
+        assert write(tier, metas) == [True] * 2
+        tier.close()
+    tier = open_tier(other)
+    assert all_right(tier, metas)
+    tier.close()
+    front = BlockFormat(MODEL, SPEC).seal(metas[0], content(metas[0]))
+    assert BlockFormat(MODEL, SPEC, (other,)).problem(metas[0], front, content(metas[0])) == "foreign"
+
+
 @pytest.mark.parametrize("what", ["kv", f"kv/{MODEL.hex()}", f"kv/{MODEL.hex()}/{spec_name(SPEC)}/rank0"])
 def test_a_folder_that_vanishes_is_made_again(make, tmp_path, what):
     tier, metas = make(), chain(6)
