@@ -506,6 +506,27 @@ FAMILIES["minimax-rotary-dim"] = (
     ),
     rotary_dim,
 )
+FAMILIES["glm"] = ("GlmConfig", dict(head_dim=16, tie_word_embeddings=True), old_rope)
+FAMILIES["glm4"] = ("Glm4Config", dict(head_dim=16), None)
+
+
+def new_prefixes(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Names as transformers 5 has them; it writes Mistral 3's older ones."""
+    for name in [name for name in tensors if not name.startswith("lm_head")]:
+        inner = name.removeprefix("model.").replace("language_model.model.", "language_model.")
+        top = "" if inner.startswith("language_model.lm_head") else "model."
+        tensors[top + (inner if top else inner.removeprefix("language_model."))] = tensors.pop(name)
+
+
+FAMILIES["mistral-vision"] = (
+    "Mistral3Config",
+    dict(
+        text_config=dict(model_type="mistral", head_dim=16, sliding_window=None),
+        vision_config=dict(VISION, model_type="pixtral", head_dim=16, image_size=28),
+        spatial_merge_size=1,
+    ),
+    new_prefixes,
+)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 

@@ -1,0 +1,55 @@
+"""GLM-4, dense: half of each head is rotated, in pairs of neighbouring numbers, and gate and up are one
+matrix. The models of 2025 (GLM-4-0414) have norms behind attention and MLP, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.checkpoint_names import Stack
+from shoal.models.config_fields import ConfigFields
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    return replace(config, qkv_bias=fields.flag("attention_bias"))
+
+
+def layer_class() -> type[nn.Module]:
+    from shoal.models.sandwich_layer import SandwichLayer
+
+    return SandwichLayer
+
+
+GLM = Architecture(
+    name="glm",
+    hf_class="GlmForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    read=read,
+    tensors={"mlp.gate_up_proj": Stack(("mlp.gate_proj", "mlp.up_proj"))},
+    interleaved=True,
+)
+GLM4 = replace(
+    GLM,
+    name="glm4",
+    hf_class="Glm4ForCausalLM",
+    tensors={
+        **GLM.tensors,
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+    layer_class=layer_class,
+)
