@@ -321,6 +321,14 @@ FAMILIES |= {
         None,
     ),
 }
+DENSE_LATENTS = [
+    "num_key_value_heads",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+]
 LATENTS = dict(
     num_key_value_heads=6,
     kv_lora_rank=32,
@@ -358,6 +366,12 @@ FAMILIES |= {
             attention_bias=True,
             rope_parameters=dict(YARN, rope_theta=10000.0, mscale=1.0, mscale_all_dim=1.0),
         ),
+        None,
+    ),
+    "youtu": (
+        "YoutuConfig",
+        # transformers fills the padding token's embedding with zeros when it loads this class
+        dict({key: value for key, value in LATENTS.items() if key in DENSE_LATENTS}, pad_token_id=None),
         None,
     ),
     "glm4-flash": ("Glm4MoeLiteConfig", dict(LATENTS, tie_word_embeddings=True), None),

@@ -15,7 +15,6 @@ from shoal.models.families import (
     llama,
     ministral3,
     mistral,
-    mistral4,
     muse_glimmer,
     olmo2,
     olmo3,
@@ -24,6 +23,7 @@ from shoal.models.families import (
     qwen3,
     seed_oss,
     smollm3,
+    youtu,
 )
 from shoal.models.mixtures import (
     deepseek_v2,
@@ -36,6 +36,7 @@ from shoal.models.mixtures import (
     laguna,
     llama4,
     minimax_m2,
+    mistral4,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -80,6 +81,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     deepseek_v3.ARCHITECTURE,
     glm4_moe_lite.ARCHITECTURE,
     mistral4.ARCHITECTURE,
+    youtu.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}
