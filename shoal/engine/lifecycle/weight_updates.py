@@ -31,6 +31,7 @@ from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived
+from shoal.weights.safetensors import OTHER_PART, full_name
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.store import is_url
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
@@ -117,7 +118,8 @@ class Weights:
         return self.version
 
     def _update_from_own(self, given: Mapping[str, torch.Tensor]) -> None:
-        """From tensors of this process, which rank 0 sends to the others."""
+        """From tensors of this process, which rank 0 sends to the others. A multimodal model's may come as
+        they are: those of other parts than the text model are left out."""
         for name, tensor in given.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 raise ConfigError(
@@ -128,7 +130,8 @@ class Weights:
             {
                 part.name: part.take(tensor)
                 for name, tensor in given.items()
-                for part in split(name, tuple(tensor.shape), stored, self._model_config)
+                if not OTHER_PART.match(name)
+                for part in split(full_name(name), tuple(tensor.shape), stored, self._model_config)
             }
         )
         names = self._check_tensors(

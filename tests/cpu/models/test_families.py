@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
 from shoal.errors import CheckpointError
@@ -135,3 +136,15 @@ def test_missing_fields_get_the_defaults_of_the_config_class(name):
             config_from_json(given, "config.json")
     else:
         assert config_from_json(given, "config.json") == expected
+
+
+@pytest.mark.parametrize("name", ["mistral-vision", "phi3-window"])
+def test_new_weights_come_under_the_names_that_the_publisher_has(name, root):
+    """Tensors of other parts than the text model are left out."""
+    folder = write_family(root, name)
+    weights = load_file(folder / "model.safetensors")
+    with run(folder) as llm:
+        key = next(key for key in weights if key.endswith("layers.0.self_attn.o_proj.weight"))
+        llm.update_weights_from_tensors({key: torch.zeros_like(weights[key])})
+        llm.update_weights_from_tensors(weights)
+        assert_greedy(llm.generate(prompts_of(name), greedy()), folder)
