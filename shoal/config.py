@@ -329,7 +329,9 @@ class EngineConfig:
         low=1,
     )
     num_gpu_blocks_override: int | None = option(
-        None, "number of KV blocks, in place of as many as fit", low=1
+        None,
+        "number of KV blocks, in place of as many as fit; not for models whose layers form several groups",
+        low=1,
     )
     enable_prefix_caching: bool = option(
         True, "share KV blocks between requests with the same prefix", section="KV cache"

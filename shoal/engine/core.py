@@ -161,10 +161,11 @@ class EngineCore:
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
         num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))
-        if num_blocks < 1:
+        if num_blocks < (least := len(ranks.runner.cache.plan.groups)):
+            each = f"{least} groups of layers, of which each needs a" if least > 1 else "a single"
             raise ConfigError(
                 f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
-                f"no room for a single KV block of {block_bytes} bytes; raise it or lower "
+                f"no room for {each} KV block of {block_bytes} bytes; raise it or lower "
                 "max_num_batched_tokens"
             )
         try:

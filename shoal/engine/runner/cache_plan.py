@@ -49,9 +49,13 @@ class CachePlan:
 
     def num_sequences(self, cache_bytes: int, num_tokens: int, chunk: int) -> float:
         """Returns how many sequences of this length a cache has room for, if a step computes up to `chunk`
-        tokens of each."""
-        blocks = sum(group.most_blocks(num_tokens, min(chunk, num_tokens)) for group in self.groups)
-        return cache_bytes // self.block_bytes / blocks
+        tokens in all: one sequence has blocks for them, the others for the next token."""
+        blocks = cache_bytes // self.block_bytes
+        first, other = (
+            sum(group.most_blocks(num_tokens, min(size, num_tokens)) for group in self.groups)
+            for size in (chunk, 1)
+        )
+        return blocks / first if blocks < first else 1 + (blocks - first) / other
 
     def capacity(self, max_model_len: int, chunk: int) -> str:
         """Describes what the cache has room for, if a step computes up to `chunk` tokens of a sequence."""

@@ -301,8 +301,9 @@ def test_use_of_the_cache_is_reported_by_group(root, build, caplog):
         llm = build(folder, max_num_batched_tokens=40)
     plan, scheduler = llm.core.ranks.runner.cache.plan, llm.core.scheduler
     assert f"{llm.core.num_blocks} KV blocks of 16 tokens in 3 groups of layers" in caplog.text
-    # of 256 tokens the first group keeps 16 blocks, and each window those of 19 tokens and a chunk of 40
-    assert f"{llm.core.num_blocks / (16 + 2 * 5):.1f} sequences of 256" in caplog.text
+    # of 256 tokens the first group keeps 16 blocks, each window those of 19 tokens, and in one sequence a chunk
+    fitting = 1 + (llm.core.num_blocks - (16 + 2 * 5)) / (16 + 2 * 3)
+    assert f"{fitting:.1f} sequences of 256" in caplog.text
     llm.core.add(Request("r", PROMPTS[4], GREEDY))
     for _ in range(12):
         llm.core.step()
@@ -321,3 +322,11 @@ def test_use_of_the_cache_is_reported_by_group(root, build, caplog):
     }
     llm.core.scheduler.abort_all()
     llm.core.step()
+
+
+def test_a_cache_without_a_block_for_each_group_is_refused(root):
+    folder = tiny.write_model(root, "qwen3-windows")
+    with pytest.raises(
+        ConfigError, match="no room for 3 groups of layers, of which each needs a KV block of"
+    ):
+        LLM(str(folder), device="cpu", dtype="float32", max_model_len=256, kv_cache_memory_bytes=10_000)
