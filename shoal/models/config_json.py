@@ -129,6 +129,16 @@ def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {**text, **{key: value for key, value in config.items() if text.get(key) is None}}
 
 
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config with these fields in the place of its own. Within a multimodal config they count for
+    the text model, too, by themselves or under text_config."""
+    text, own = config.get("text_config"), overrides.get("text_config", {})
+    if not isinstance(text, dict) or not isinstance(own, dict):
+        return {**config, **overrides}
+    inner = {**text, **{key: value for key, value in overrides.items() if key in text}, **own}
+    return {**config, **overrides, "text_config": inner}
+
+
 def _layer_types(architecture: Architecture, fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     """The type of each layer. Where the architecture does not read them they are all of one type, and unknown
     ones are refused all the same."""

@@ -22,7 +22,7 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.files.json_file import read_object
 from shoal.kernels.quant.ggml_types import TYPES
-from shoal.models.config_json import architecture_of, config_from_json
+from shoal.models.config_json import architecture_of, config_from_json, overridden
 from shoal.models.registry import BY_GGUF
 from shoal.weights.hub_names import HubModel
 
@@ -297,7 +297,7 @@ def _check_architecture(
             path = hf_hub_download(model.repo, "config.json", revision=listing.commit, local_dir=folder)
         config, where = read_object(Path(path)), f"{model.repo}/config.json"
     if file is None:
-        config_from_json({**config, **overrides}, where)
+        config_from_json(overridden(config, overrides), where)
     elif config.get("architectures"):
         architecture_of(config, where)
 

@@ -20,7 +20,7 @@ from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
 from shoal.models.config_gguf import config_from_gguf
-from shoal.models.config_json import config_from_json
+from shoal.models.config_json import config_from_json, overridden
 from shoal.sampling_params import SamplingParams, sampling_defaults
 from shoal.weights import default_model, hub, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
@@ -94,7 +94,7 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
                 )
-            fields = self._read_json("config.json") | self.overrides
+            fields = overridden(self._read_json("config.json"), self.overrides)
             config = config_from_json(fields, str(self.folder / "config.json"))
             if self._unties(config):
                 return replace(config, tie_word_embeddings=False)

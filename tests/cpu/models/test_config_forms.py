@@ -17,7 +17,7 @@ from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_json import text_config
+from shoal.models.config_json import overridden, text_config
 from shoal.models.config_layers import FULL, SLIDING, full_every, given_layer_types
 from shoal.models.config_rope import read_ropes
 from shoal.models.rope import rope_frequencies
@@ -194,6 +194,14 @@ def test_a_nested_config_has_the_values_of_either_level():
     assert text_config(text, "config.json") == text
     with pytest.raises(CheckpointError, match="text_config"):
         text_config(dict(text_config=[1]), "config.json")
+
+
+def test_overrides_count_for_the_text_model_of_a_nested_config():
+    whole = dict(model_type="mistral3", eos_token_id=2, text_config=dict(hidden_size=64, rope_theta=1e4))
+    for overrides in (dict(hidden_size=32), dict(text_config=dict(hidden_size=32))):
+        found = text_config(overridden(whole, overrides), "config.json")
+        assert (found["hidden_size"], found["rope_theta"], found["eos_token_id"]) == (32, 1e4, 2)
+    assert overridden(dict(hidden_size=64), dict(hidden_size=32, extra=1)) == dict(hidden_size=32, extra=1)
 
 
 def test_an_unknown_text_model_is_refused_by_name(tmp_path):
