@@ -17,13 +17,15 @@ class Place(NamedTuple):
     number: int
 
 
-def places(groups: Sequence[LayerGroup], end: int) -> list[Place]:
+def places(groups: Sequence[LayerGroup], end: int, also: int | None = None) -> list[Place]:
     """Returns the places of the blocks that a sequence needs to continue after its first `end` tokens, in the
-    order in which these tokens fill them."""
+    order in which these tokens fill them. With `also` it can continue after fewer tokens, down to that many,
+    too."""
+    least = end if also is None else also
     found = [
         (min((i + 1) * group.block_size, end), g, i)
         for g, group in enumerate(groups)
-        for i in range(group.first_block(end), group.num_blocks(end))
+        for i in range(group.first_block(least), group.num_blocks(end))
     ]
     return [Place(g, i) for _, g, i in sorted(found)]
 

@@ -15,6 +15,7 @@ from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import extend_keys, keys_with_tail
+from shoal.kv.groups import NO_BLOCK
 from shoal.kv.places import Place, key_of, longest_end, places
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
@@ -32,6 +33,7 @@ class _Prompt:
     seq: Sequence
     ticket_id: bytes
     num_blocks: int  # that its tokens take, the last one maybe not full
+    num_admissions: int  # the sequence's, when it was offered
 
     @property
     def is_lost(self) -> bool:
@@ -40,7 +42,7 @@ class _Prompt:
         seq = self.seq
         if seq.status is SequenceStatus.FINISHED:
             return seq.finish_reason is not FinishReason.LENGTH
-        return seq.status is SequenceStatus.WAITING or seq.num_admissions > 1
+        return seq.status is SequenceStatus.WAITING or seq.num_admissions != self.num_admissions
 
 
 class KvLender:
@@ -109,11 +111,20 @@ class KvLender:
         it."""
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         chain = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
-        needed = places(self._blocks.groups, len(seq.token_ids))
+        needed = self._places(len(seq.token_ids))
         blocks = [seq.tables[group][number] for group, number in needed]
+        needed = [place for place, block in zip(needed, blocks) if block != NO_BLOCK]
+        blocks = [block for block in blocks if block != NO_BLOCK]
         ticket = self._hold(needed, blocks, 0, chain)
-        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(blocks))
+        prompt = _Prompt(seq, unseal(ticket).id, len(blocks), seq.num_admissions)
+        self._prompts[seq.request.request_id] = prompt
         return ticket
+
+    def _places(self, end: int) -> list[Place]:
+        """Returns the places that a reader needs after `end` tokens. If there are windows, also those for the
+        last full blocks before the end: a request without the next token computes the last one itself."""
+        largest = self._blocks.largest
+        return places(self._blocks.groups, end, max(0, end - 1) // largest * largest)
 
     def _hold(self, needed: list[Place], blocks: list[int], whole: int, chain: list[bytes]) -> bytes:
         """Holds the blocks at these places, and returns a ticket for them, of which the first `whole` are
@@ -162,8 +173,8 @@ class KvLender:
             return pool.find(key_of(place, groups, chain, size))
 
         end = longest_end(groups, len(chain) * size, lambda place: find(place) is not None)
-        needed = places(groups, end)
-        blocks = [block for place in needed if (block := find(place)) is not None]
+        found = {place: block for place in self._places(end) if (block := find(place)) is not None}
+        needed, blocks = list(found), list(found.values())
         return self._hold(needed, blocks, len(blocks), chain) if blocks else None
 
     def withdraw(self, ticket: bytes, why: str) -> None:

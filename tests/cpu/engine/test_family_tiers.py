@@ -12,7 +12,7 @@ from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.peers.prefetches import Prefetches
-from shoal.kv.transfer.ticket import unseal
+from shoal.kv.places import places
 from shoal.kv_events import BlockStored
 from shoal.weights.source import resolve
 from tests.tiny_families import write_family
@@ -143,7 +143,7 @@ def test_sequences_that_are_preempted_get_the_same_tokens(name, build):
     assert core.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("length", [15, 16, 19, 32, 33, 70, 100])
+@pytest.mark.parametrize("length", [15, 32, 70])
 def test_another_worker_computes_the_prompt(name, length, build):
     [prompt] = prompts(1, length)
     [expected], _, _ = run(build(name), [(prompt, {})])
@@ -154,8 +154,29 @@ def test_another_worker_computes_the_prompt(name, length, build):
     [rest], _, [cached] = run(reader, [(prompt, {"output_token_ids": first, "kv_ticket": ticket})])
     assert first + rest == expected and cached == length
     assert not reader.stats().kv_transfer_failures
-    blocks = unseal(ticket).blocks
-    assert sum(one.blocks for one in reader.stats().kv_transfers.values()) == len(blocks)
+    needed = places(reader.scheduler.blocks.groups, length)
+    assert sum(one.blocks for one in reader.stats().kv_transfers.values()) == len(needed)
+
+
+def test_a_prompt_that_was_preempted_is_offered_all_the_same(name, build):
+    """Regression: with tickets that come late, a prompt that had been preempted before counted as lost, and its
+    ticket was withdrawn."""
+    [prompt] = prompts(1)
+    [expected], _, _ = run(build(name), [(prompt, {})])
+    lender = build(name, kv_transfer_config={"kv_role": "kv_producer"}, max_num_batched_tokens=32)
+    reader = build(name, kv_transfer_config={"kv_role": "kv_consumer"})
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    lender.add(Request("early", list(prompt), params, offers_kv=True))
+    given = [output.kv_ticket for output in lender.step()]
+    lender.loop.drain()
+    lender.scheduler.preempt_all()
+    while lender.has_work:
+        given += [output.kv_ticket for output in lender.step()]
+    [ticket] = [ticket for ticket in given if ticket is not None]
+    [tokens], _, [cached] = run(reader, [(prompt, {"kv_ticket": ticket})])
+    assert tokens == expected
+    if len(lender.scheduler.blocks.groups) > 1 or lender.scheduler.blocks.groups[0].window is not None:
+        assert cached > 64 and not reader.stats().kv_transfer_failures
 
 
 def test_a_worker_lends_what_it_has_cached(name, build):
