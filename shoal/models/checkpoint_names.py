@@ -89,7 +89,7 @@ def _parts(
     shares = tuple(share // common for share in shares)
     total, turned = sum(shares), stack.transposed and parameter == "weight"
     outs = int(by_expert) + int(turned)  # the dimension of outputs
-    if parameter in BY_COLUMNS:
+    if parameter in BY_COLUMNS and not by_expert:  # gpt-oss' experts have scales, too
         outs = len(shape) - 1
     if parameter in WHOLE or (shape == (1,) and parameter.endswith("scale")):
         for part in stack.parts:

@@ -236,7 +236,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_come(repo, got, w
 
 def test_the_check_knows_the_fields_that_are_overridden_and_that_a_router_runs_nothing(hub):
     hub.repos["org/name"] = Repo({"config.json": config(hidden_act="relu"), "m.safetensors": b"x"})
-    with pytest.raises(CheckpointError, match="hidden_act must be .*'relu'"):
+    with pytest.raises(CheckpointError, match=r"hidden_act must be .*'relu'"):
         resolve("org/name", overrides={"vocab_size": 7})
     assert resolve("org/name", overrides={"hidden_act": "silu"}).kind == "hf"
     assert resolve("org/name", with_weights=False).kind == "hf"
