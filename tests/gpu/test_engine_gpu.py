@@ -71,6 +71,30 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(options, root, build):
         engine.core.check()
 
 
+@pytest.mark.parametrize("name", ["qwen3-windows", "mistral-window"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(async_scheduling=False),
+        dict(max_num_batched_tokens=40),
+        dict(kv_cache_memory_bytes=3 << 16, max_model_len=200),
+        dict(enable_prefix_caching=False),
+        dict(block_size=64),
+        dict(enable_sleep_mode=True),
+    ],
+    ids=str,
+)
+def test_tokens_of_layers_with_windows_do_not_depend_on_how_the_engine_runs(name, options, root, build):
+    expected = [tiny.greedy(tiny.write_model(root, name), p, COUNT) for p in PROMPTS]
+    engine = build(name, **options)
+    for _ in range(2):
+        assert ids_of(engine.generate(PROMPTS, greedy())) == expected
+        engine.core.check()
+        if "enable_sleep_mode" in options:
+            engine.sleep(level=1)
+            engine.wake_up()
+
+
 def test_a_seeded_draw_does_not_depend_on_graphs_neighbours_or_extras(build):
     mine = greedy(temperature=1.2, seed=11, top_p=0.9, top_k=40)
     alone = ids_of(build("qwen3", enforce_eager=True).generate([PROMPTS[3]], mine))[0]

@@ -41,7 +41,9 @@ def build(folder, **options):
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-yarn", "mistral-window")]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-one-kv-head", "qwen3-moe", *tiny.UNLIKE_LLAMA, *MORE])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-windows", "llama-one-kv-head", "qwen3-moe", *tiny.UNLIKE_LLAMA, *MORE]
+)
 def test_two_ranks_give_the_oracles_tokens(name, root):
     folder = tiny.write_model(root, name)
     with build(folder) as llm:

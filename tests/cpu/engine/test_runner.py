@@ -1,5 +1,6 @@
 """One rank on its own: packed steps in, tokens and the batch state out. `transformers` says which tokens."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -111,7 +112,7 @@ def answer(seq):
     return seq.token_ids[seq.num_prompt_tokens :]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-windows", "qwen3-moe"])
 def test_tokens_are_those_of_transformers(name, root, start):
     folder, rank = tiny.write_model(root, name), start(name)
     seqs = [rank.add(prompt) for prompt in PROMPTS]
@@ -233,7 +234,7 @@ def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name,
 
 
 @pytest.fixture
-def captured(start, monkeypatch):
+def captured(start, monkeypatch, request):
     """A rank whose mixed steps are all captured. What a graph captures is run in its place, with the GPU's
     attention in Triton's interpreter: padded shapes, inputs from the static buffer."""
 
@@ -251,7 +252,7 @@ def captured(start, monkeypatch):
         return {shape: TritonBackend(shape, *sizes, device, dtype, holding=holding) for shape in shapes}
 
     monkeypatch.setattr(runner_module, "select_backends", select)
-    rank = start(max_num_batched_tokens=20, max_num_seqs=4)
+    rank = start(getattr(request, "param", "qwen3"), max_num_batched_tokens=20, max_num_seqs=4)
     shapes = [MixedShape(20, 3, 4, 4, False), MixedShape(32, 4, 4, 4, False)]
     rank.builder.mixed_shapes = shapes
     steps = rank.runner.steps
@@ -260,7 +261,9 @@ def captured(start, monkeypatch):
     return rank
 
 
-def test_captured_mixed_steps_change_no_token(folder, captured):
+@pytest.mark.parametrize("captured", ["qwen3", "qwen3-windows"], indirect=True)
+def test_captured_mixed_steps_change_no_token(captured):
+    folder = Path(captured.config.model)
     seqs = [captured.add(prompt, max_tokens=5) for prompt in PROMPTS]
     captured.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
