@@ -25,7 +25,8 @@ class GGUFNames:
     (models/config_gguf.py, weights/gguf.py)."""
 
     architecture: str  # general.architecture
-    # a tensor's name within its layer -> the checkpoint's: "ffn_norm": "post_attention_layernorm"
+    # A tensor's name within its layer -> the checkpoint's: "ffn_norm": "post_attention_layernorm". A name
+    # with a parameter stands for a tensor without one: "attn_sinks.weight": "self_attn.sinks".
     tensors: Mapping[str, str] = field(default_factory=dict)
     # a metadata key, without the architecture's prefix -> config.json's key
     keys: Mapping[str, str] = field(default_factory=dict)

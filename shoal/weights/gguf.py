@@ -16,6 +16,7 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
 from shoal.models.checkpoint_names import split
@@ -39,10 +40,11 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.(\w+)")
+Matrix = torch.Tensor | GGUFTensor | Mxfp4Tensor  # or a vector
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
-def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | GGUFTensor]]:
+def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, Matrix]]:
     """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
     place for."""
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
@@ -52,7 +54,7 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
             continue
         name = _hugging_face_name(info.name, names, header)
         if "{}" in name:
-            for expert, matrix in enumerate(_experts(data, info, header)):
+            for expert, matrix in enumerate(_experts(name, info, header)):
                 yield name.format(expert), _view(data, matrix, header)
             continue
         tensor = _view(data, info, header)
@@ -75,7 +77,7 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
             continue
         name, shape = _hugging_face_name(info.name, names, header), info.shape
         if "{}" in name:
-            if len(shape) != 3 or shape[0] != num_experts:
+            if len(shape) != _stacked_dims(name) or shape[0] != num_experts:
                 raise CheckpointError(
                     f"{header.path}: the tensor {info.name} has shape {list(shape)} "
                     f"instead of [experts, out, in] for {num_experts} experts"
@@ -104,6 +106,8 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
     if stem in NAMES and parameter == "weight":
         return f"{NAMES[stem]}.weight"
     layer = LAYER_TENSOR.fullmatch(stem)
+    if layer is not None and f"{layer[2]}.{parameter}" in names.tensors:
+        return f"model.layers.{layer[1]}.{names.tensors[f'{layer[2]}.{parameter}']}"
     in_layer = None if layer is None else names.tensors.get(layer[2], LAYER_NAMES.get(layer[2]))
     if layer is None or in_layer is None or parameter not in ("weight", "bias"):
         raise CheckpointError(
@@ -113,9 +117,14 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
     return f"model.layers.{layer[1]}.{in_layer}.{parameter}"
 
 
-def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
-    """The matrices of a stack of experts, [E, out, in], one by one."""
-    if len(info.shape) != 3:
+def _stacked_dims(name: str) -> int:
+    """The dimensions of a stack of experts' matrices, or of their biases."""
+    return 2 if name.endswith(".bias") else 3
+
+
+def _experts(name: str, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
+    """The matrices of a stack of experts, [E, out, in], or their biases, [E, out], one by one."""
+    if len(info.shape) != _stacked_dims(name):
         raise CheckpointError(
             f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, "
             "in]"
@@ -125,7 +134,7 @@ def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator
         yield TensorInfo(info.name, info.kind, info.shape[1:], info.offset + expert * size, size)
 
 
-def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tensor | GGUFTensor:
+def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Matrix:
     raw = data[info.offset : info.offset + info.num_bytes]
     if info.kind in PLAIN:
         tensor = torch.from_numpy(raw.view(PLAIN[info.kind])).view(info.shape)
@@ -136,12 +145,14 @@ def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tenso
             "[out, in]"
         )
     rows, columns = info.shape
+    if info.kind == "MXFP4":  # a copy, in the order that other files have
+        return Mxfp4Tensor.of_ggml(torch.from_numpy(raw.reshape(rows, -1)))
     return GGUFTensor(info.kind, (rows, columns), raw.reshape(rows, -1))
 
 
 def _restore_rows(
-    tensor: torch.Tensor | GGUFTensor, num_heads: int, head_dim: int, info: TensorInfo, header: GGUFHeader
-) -> torch.Tensor | GGUFTensor:
+    tensor: Matrix, num_heads: int, head_dim: int, info: TensorInfo, header: GGUFHeader
+) -> Matrix:
     """Puts back the rows of q or k. llama.cpp's converter interleaves the two halves of each head's rows: 0,
     N/2, 1, N/2 + 1, ... A row moves as a whole, so that packed rows can be moved too."""
     if info.shape[0] != num_heads * head_dim:
@@ -152,4 +163,5 @@ def _restore_rows(
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
     if isinstance(tensor, GGUFTensor):
         return tensor.take_rows(order)
-    return tensor[torch.from_numpy(order)]
+    index = torch.from_numpy(order)
+    return tensor.take_rows(index) if isinstance(tensor, Mxfp4Tensor) else tensor[index]

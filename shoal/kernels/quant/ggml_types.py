@@ -26,6 +26,7 @@ TYPES = {
     12: GgmlType("Q4_K", 256, 144),
     13: GgmlType("Q5_K", 256, 176),
     14: GgmlType("Q6_K", 256, 210),
+    39: GgmlType("MXFP4", 32, 17),
 }
 # name -> (weights, bytes) of a group, for the types that have groups
 GROUPS = {kind.name: (kind.group_size, kind.group_bytes) for kind in TYPES.values() if kind.group_size > 1}

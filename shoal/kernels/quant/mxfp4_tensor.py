@@ -32,6 +32,15 @@ class Mxfp4Tensor(QuantizedTensor):
             raise CheckpointError("scales are NaN; the file is damaged")
         return cls((quants.shape[0], 2 * quants.shape[1]), quants.contiguous(), scales.contiguous())
 
+    @classmethod
+    def of_ggml(cls, data: torch.Tensor) -> Mxfp4Tensor:
+        """From rows of a GGUF file, uint8 [O, bytes]: of 32 inputs first the scale, then 16 bytes, of which
+        byte j holds inputs j, in its low bits, and j + 16."""
+        groups = data.unflatten(1, (-1, 1 + SCALE_GROUP // 2))
+        halves = groups[..., 1:]
+        bits = torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)
+        return cls.of(bits[:, 0::2] | (bits[:, 1::2] << 4), groups[..., 0])
+
     @property
     def group_size(self) -> int:
         return SCALE_GROUP
@@ -47,6 +56,12 @@ class Mxfp4Tensor(QuantizedTensor):
         values = torch.tensor(VALUES, device=device)[quants.int()]
         exponents = self.scales.to(device).int().unsqueeze(2) - BIAS
         return torch.ldexp(values.unflatten(1, (-1, SCALE_GROUP)), exponents).flatten(1).to(dtype)
+
+    def take_rows(self, index: torch.Tensor) -> Mxfp4Tensor:
+        """A copy with these rows in this order."""
+        return replace(
+            self, shape=(len(index), self.shape[1]), quants=self.quants[index], scales=self.scales[index]
+        )
 
     def rows(self, start: int, stop: int) -> Mxfp4Tensor:
         return replace(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
@@ -58,4 +58,21 @@ ARCHITECTURE = Architecture(
         ),
         "mlp.experts.down_proj": Stack(("mlp.experts.{}.down_proj",), transposed=True),
     },
+    gguf=GGUFNames(
+        "gpt-oss",
+        tensors={
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+        },
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        derived=lambda fields: {"rope_parameters": {**fields.get("rope_parameters"), "truncate": False}},
+    ),
 )

@@ -29,7 +29,9 @@ PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 1
 UNLIKE_LLAMA_GGUF = [
     architecture.gguf.architecture
     for architecture in ARCHITECTURES
-    if architecture.gguf and architecture.hf_class.replace("ForCausalLM", "Config") not in tiny.LLAMA_LINE
+    if architecture.gguf
+    and architecture.gguf.architecture in GGUF_MODELS
+    and architecture.hf_class.replace("ForCausalLM", "Config") not in tiny.LLAMA_LINE
 ]
 
 # other architectures whose packed layers are Llama's, and run in the same C call
