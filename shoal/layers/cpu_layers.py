@@ -31,19 +31,30 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     input_norm: torch.Tensor
-    post_norm: torch.Tensor
+    mlp_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    # norms of what is added to the residual; None: it is added as it is
+    behind_attention: torch.Tensor | None = None
+    behind_mlp: torch.Tensor | None = None
 
 
 class CpuLayers:
     """The layers of one model, ready to be run. It holds the weights that its structs point to."""
 
-    def __init__(self, layers: Sequence[LayerWeights], num_heads: int, eps: float, scale: float) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        num_heads: int,
+        eps: float,
+        scale: float,
+        activation: str = "silu",
+    ) -> None:
         library = cpu_build.load()
         assert library is not None  # Without the library there is no CpuWeight.
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
+        self._activation = cpu_build.ACTIVATIONS[activation]
         self._described: tuple[object, ...] = (None, None, None)  # what the structs were filled in from
         self._structs: ctypes.Array[cpu_build.Layer] = (cpu_build.Layer * 0)()
         first = layers[0]
@@ -82,10 +93,10 @@ class CpuLayers:
         step: StepInput,
         caches: Sequence[LayerCache],
         ropes: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Runs all layers. `residual_TD` holds the embeddings, and all results but the last layer's are added
-        to it in place. That last result is returned, for the final norm to add. `ropes`: each layer's rope
-        table. Raises MemoryError."""
+        to it in place. That last result is returned, for the final norm to add; if it was normed, it is
+        added, too. `ropes`: each layer's rope table. Raises MemoryError."""
         if any(a is not b for a, b in zip((caches, step.block_tables, ropes), self._described)):
             self._describe(caches, step.block_tables, ropes)
         tokens = residual_TD.shape[0]
@@ -97,7 +108,12 @@ class CpuLayers:
             step.rows_S, step.query_starts_S, step.kv_lens_S, step.max_kv_len
         )
         described = cpu_build.Tokens(
-            step.positions_T.data_ptr(), step.rows_T.data_ptr(), tokens, self._eps, self._scale
+            step.positions_T.data_ptr(),
+            step.rows_T.data_ptr(),
+            tokens,
+            self._activation,
+            self._eps,
+            self._scale,
         )
         if self._run(
             ctypes.addressof(self._structs),
@@ -110,7 +126,7 @@ class CpuLayers:
             scratch.data_ptr(),
         ):
             raise MemoryError(f"no memory for a step of {tokens} tokens")
-        return x_TD
+        return x_TD if self._layers[-1].behind_mlp is None else None
 
 
 def _address(value: CpuWeight | torch.Tensor | None) -> int | None:

@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         self.config, self.backends, self.keep_quantized = config, tuple(backends.values()), keep_quantized
         self.ops, self.embedding_multiplier = ops, rounded(config.embedding_multiplier)
         # all layers as one call; None where that is not possible
-        self.fused: Callable[..., torch.Tensor] | None = None
+        self.fused: Callable[..., torch.Tensor | None] | None = None
         device = torch.get_default_device()
         with torch.device("meta") if keep_quantized else nullcontext():
             self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         if self.fused is not None and after_layer is None:
             x = self.fused(residual, step, caches, self.ropes)
             if select_S is not None:
-                x, residual = x[select_S], residual[select_S]
+                x, residual = None if x is None else x[select_S], residual[select_S]
         else:
             last, own = len(self.layers) - 1, None
             if self.layer_embeddings is not None:

@@ -11,14 +11,15 @@ from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
 from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.layer import DecoderLayer
+from shoal.models.sandwich_layer import SandwichLayer
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
-    """None where the C call can't run them. It knows dense layers of the Llama line alone, without
+    """None where the C call can't run them. It knows dense layers of the Llama line and of Gemma 3, without
     multipliers, which differ in window and rope at most, without additions to attention, and matmuls that are
     packed for the C library and whole on this rank."""
     weights, mixer = [], config.layers[0].mixer
-    if config.activation != "silu" or not isinstance(mixer, AttentionKind):
+    if not isinstance(mixer, AttentionKind):
         return None
     plain = AttentionKind(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale, mixer.rope)
     for other in (kind.mixer for kind in config.layers):
@@ -26,8 +27,10 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
         if not is_plain or other.rotary_dim != other.head_dim:
             return None
     for layer in layers:
-        if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
+        if type(layer) not in (DecoderLayer, SandwichLayer) or not isinstance(layer.mlp, MLP):
             return None
+        is_sandwich = isinstance(layer, SandwichLayer)
+        mlp_norm = layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm
         attention, mlp = layer.self_attn, layer.mlp
         assert isinstance(attention, Attention)
         packed = []
@@ -48,9 +51,11 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
                 gate_up_bias=mlp.gate_up_proj.bias,
                 down_bias=mlp.down_proj.bias,
                 input_norm=layer.input_layernorm.weight,
-                post_norm=layer.post_attention_layernorm.weight,
+                mlp_norm=mlp_norm.weight,
                 q_norm=None if attention.q_norm is None else attention.q_norm.weight,
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+                behind_attention=layer.post_attention_layernorm.weight if is_sandwich else None,
+                behind_mlp=layer.post_feedforward_layernorm.weight if is_sandwich else None,
             )
         )
-    return CpuLayers(weights, mixer.num_heads, config.rms_norm_eps, mixer.scale)
+    return CpuLayers(weights, mixer.num_heads, config.rms_norm_eps, mixer.scale, config.activation)

@@ -95,8 +95,8 @@ class Layer(ctypes.Structure):
     _fields_ = _fields(
         {
             c_void_p: (
-                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm "
-                "k_norm cos_sin cache scales tables"
+                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm mlp_norm q_norm "
+                "k_norm behind_attention behind_mlp cos_sin cache scales tables"
             ),
             c_int64: "window",
         }
@@ -104,7 +104,7 @@ class Layer(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    _fields_ = _fields({c_void_p: "positions rows", c_int32: "tokens", c_float: "eps scale"})
+    _fields_ = _fields({c_void_p: "positions rows", c_int32: "tokens activation", c_float: "eps scale"})
 
 
 @functools.lru_cache(maxsize=4096)

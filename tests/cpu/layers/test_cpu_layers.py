@@ -58,19 +58,40 @@ def op_by_op(weights, residual, step, caches, ropes):
         )
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         heads = backend.attend(q, k, v, cache, step)
-        x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.post_norm, EPS)
+        x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.mlp_norm, EPS)
         x = w.down.linear(cpu_ops.gate_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
     return x
 
 
+def sandwiches_op_by_op(weights, residual, step, caches, ropes):
+    """With norms behind attention and MLP, and GELU."""
+    backend = CpuBackend(head_shape(HEADS, KV_HEADS, HEAD_DIM))
+    for w, cache, cos_sin in zip(weights, caches, ropes, strict=True):
+        qkv = w.qkv.linear(cpu_ops.rms_norm(residual, w.input_norm, EPS), w.qkv_bias)
+        tables = step.block_tables[cache.table]
+        cpu_ops.qk_norm_rope_store(
+            qkv, w.q_norm, w.k_norm, EPS, cos_sin, step.positions_T, step.rows_T, tables, cache
+        )
+        q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        x = w.o.linear(backend.attend(q, k, v, cache, step).flatten(1), w.o_bias)
+        x = cpu_ops.add_normed(x, w.behind_attention, EPS, residual, w.mlp_norm, EPS)
+        x = cpu_ops.gate_mul(w.gate_up.linear(x, w.gate_up_bias), "gelu_tanh")
+        cpu_ops.add_normed(w.down.linear(x, w.down_bias), w.behind_mlp, EPS, residual)
+
+
+@pytest.mark.parametrize("is_sandwich", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("options", [(None, False, False), (8, True, True)])
 @pytest.mark.parametrize("sequences", [[(1, 20)], [(1, 9), (1, 0), (7, 30), (40, 40)]])
-def test_one_call_does_what_the_ops_do(sequences, options, grouped):
+def test_one_call_does_what_the_ops_do(sequences, options, grouped, is_sandwich):
     """`grouped`: the layers are of two groups, with block tables and ropes of their own."""
     torch.manual_seed(0)
     window, *flags = options
     weights = [layer_weights(seed, *flags) for seed in range(3)]
+    if is_sandwich:
+        weights = [
+            replace(w, behind_attention=torch.rand(HIDDEN), behind_mlp=torch.rand(HIDDEN)) for w in weights
+        ]
     _, _, step = make_step(sequences, HEADS, KV_HEADS, HEAD_DIM, 16)
     rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
     # padding: 0 - 1
@@ -88,12 +109,14 @@ def test_one_call_does_what_the_ops_do(sequences, options, grouped):
         return [replace(cache, table=t, window=w) if grouped else cache for cache, t, w in own]
 
     want_residual, want_kv = residual.clone(), kv.clone()
-    want = op_by_op(weights, want_residual, step, caches(want_kv), ropes)
-    layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)
+    compute = sandwiches_op_by_op if is_sandwich else op_by_op
+    want = compute(weights, want_residual, step, caches(want_kv), ropes)
+    activation = "gelu_tanh" if is_sandwich else "silu"
+    layers = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5, activation)
     got = layers(residual, step, caches(kv), ropes)
     real = positions >= 0
     assert (
-        torch.equal(got[real], want[real])
+        (got is want is None or torch.equal(got[real], want[real]))
         and torch.equal(residual[real], want_residual[real])
         and torch.equal(kv, want_kv)
     )
