@@ -1,6 +1,6 @@
 """The ops beside attention, on one GPU: microseconds, TB/s, and the share of what a copy reaches on an H200.
 
-    python benchmarks/kernels.py [--quick] [linear] [norm] [silu] [rope] [sample] [moe] [batch] [launch]
+    python benchmarks/kernels.py [--quick] [linear] [norm] [silu] [rope] [sample] [batch] [launch]
 
 For each case the default, and what other cuts reach (--quick leaves them out). Runs in CUDA graphs, as the
 engine's decode steps do; over as many copies of the data as keep the L2 cache cold where a step would find it
@@ -10,12 +10,10 @@ so.
 from __future__ import annotations
 
 import argparse
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -23,14 +21,9 @@ import torch.nn.functional as F
 
 from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
-from shoal.kernels.moe import moe, reference
-from shoal.kernels.moe.mixture import ExpertWeights
-from shoal.kernels.quant.fp8_tensor import Fp8Tensor
-from shoal.kernels.quant.int4_tensor import Int4Tensor
+from shoal.kernels.matmul import dispatch, hopper_linear, linear
 from shoal.kernels.sampling import sample
 from shoal.kernels.state import FIELDS, Field, StateLayout
-from shoal.kinds.experts import Activation, Router
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -307,92 +300,6 @@ def bench_sample(sweep: bool) -> None:
                 )
 
 
-MOE_BLOCKS = [
-    dispatch.Blocks(*cut)
-    for cut in (
-        (16, 32, 128, 4, 4),
-        (16, 64, 128, 4, 3),
-        (16, 64, 128, 4, 4),
-        (16, 64, 64, 4, 5),
-        (16, 128, 64, 4, 4),
-        (16, 64, 256, 4, 2),
-        (32, 64, 128, 4, 3),
-        (32, 128, 64, 4, 3),
-        (64, 64, 64, 4, 3),
-        (64, 64, 64, 4, 4),
-        (64, 128, 64, 8, 3),
-        (64, 128, 64, 4, 3),
-        (128, 64, 64, 4, 3),
-        (128, 64, 64, 8, 3),
-        (128, 128, 64, 8, 3),
-        (128, 128, 32, 8, 4),
-    )
-]
-
-
-def bench_moe(sweep: bool) -> None:
-    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token; in bf16 and in fewer bits. Bytes: the weights of
-    the experts that are hit."""
-    experts, top_k, hidden, size = 128, 8, 2048, 768
-    rule = Router(top_k, True)
-    w13, w2 = randn(experts, 2 * size, hidden) / 50, randn(experts, hidden, size) / 30
-    plain = rule, ExpertWeights(w13, w2), Activation()
-    for tokens in (1, 4, 16, 64, 256, 1024, 8192):
-        x, router = randn(tokens, hidden), torch.randn(tokens, experts, device=DEVICE)
-        hit = len(reference.route(router, rule)[1].unique())
-        others = []
-        for blocks in MOE_BLOCKS if sweep else ():
-            others.append(
-                (microseconds(partial(moe.moe_with, blocks, x, router, *plain)), f"{astuple(blocks)}")
-            )
-        us = microseconds(partial(triton_ops.moe, x, router, *plain))
-        flops = tokens * top_k * 6 * hidden * size
-        show(
-            "moe",
-            f"{tokens} tokens, {hit} experts, {flops / us / 1e6:.0f} TFLOP/s",
-            us,
-            hit * 3 * hidden * size * 2,
-            others,
-        )
-        for name, bits, *packed in _packed_experts(w13, w2):
-            run = partial(triton_ops.moe, x, router, rule, ExpertWeights(*packed), Activation())
-            others = [
-                (microseconds(partial(moe.moe_with, blocks, *run.args)), f"tiles of {blocks.m} rows")
-                for blocks in (PACKED_BLOCKS if sweep else ())
-            ]
-            show(
-                f"moe {name}",
-                f"{tokens} tokens, {hit} experts",
-                microseconds(run),
-                hit * 3 * hidden * size * bits / 8,
-                others,
-            )
-
-
-PACKED_BLOCKS = [dispatch.Blocks(rows, 64, 64, 4, 4) for rows in (16, 32, 64, 128)]
-
-
-@functools.cache
-def _packed_experts(w13: torch.Tensor, w2: torch.Tensor) -> list[tuple[str, float, Any, Any]]:
-    """Experts in fewer bits, and the bits of a weight with its scales. Values make no difference to times."""
-    found = []
-    for name, bits, group in (("fp8", 8, 0), ("fp8 by 128", 8, 128), ("int4 by 128", 4.125, 128)):
-        both = []
-        for weight in (w13.flatten(0, 1), w2.flatten(0, 1)):
-            outs, inputs = weight.shape
-            scales = torch.ones(outs, inputs // (group or inputs), device=DEVICE)
-            if name == "int4 by 128":
-                quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8, device=DEVICE)
-                zeros = torch.full_like(scales, 8, dtype=torch.uint8)
-                tensor = Int4Tensor((outs, inputs), quants, scales / 1000, zeros)
-                both.append(gpu_weight.pack([tensor], None, DEVICE, BF16))
-            else:
-                fp8 = Fp8Tensor((outs, inputs), weight.to(torch.float8_e4m3fn), scales, group or inputs)
-                both.append(gpu_fp8.pack([fp8], None, DEVICE, BF16))
-        found.append((name, bits, *both))
-    return found
-
-
 def bench_batch(sweep: bool) -> None:
     layout = StateLayout(512, 288)
     state = zeros(layout.size)
@@ -444,7 +351,6 @@ def main() -> None:
         "silu": bench_silu,
         "rope": bench_rope,
         "sample": bench_sample,
-        "moe": bench_moe,
         "batch": bench_batch,
         "launch": bench_launch,
     }

@@ -36,7 +36,7 @@ from shoal.kernels.matmul.dispatch import (
     Kernel,
     Limits,
     Matmul,
-    PackedTiles,
+    RowTiles,
     Shape,
     choose,
     gpu_of,
@@ -324,14 +324,14 @@ def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool)
 def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gated: bool) -> str:
     rows = min(128, max(16, 1 << (len(x) - 1).bit_length()))
     every = [
-        PackedTiles(rows, outs, splits, steps, num_stages)
+        RowTiles(rows, outs, steps * 256 // weights[0].bits, outs // 16, num_stages, splits)
         for outs in ((64,) if gated else (64, 128))
         for splits in (1, 2, 3, 4, 6, 8)
         for steps in (1, 2, 4, 8)
         for num_stages in (3, 4, 6)
     ]
 
-    def run(tiles: PackedTiles, i: int) -> object:
+    def run(tiles: RowTiles, i: int) -> object:
         return packed_linear.matmul(tiles, x, weights[i], None, gated)
 
     return _fastest(run, every, len(weights))

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -17,50 +14,18 @@ from safetensors.torch import save_file
 
 from shoal import LLM, SamplingParams
 from shoal.kernels.moe.mixture import ExpertWeights
-from shoal.kernels.quant.fp8_tensor import Fp8Tensor
-from shoal.kernels.quant.gguf_tensor import GGUFTensor
-from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, Router
 from shoal.layers.packed_weight import PackedWeight
 from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
-from tests.gpu.test_int4_gpu import error, int4, mxfp4
+from tests.gpu.quantized_tensors import KINDS, error, skip_without_fp8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEVICE = torch.device("cuda")
-FP8_CAPABILITY = (8, 9)
-Make = Callable[[int, int], QuantizedTensor]
 
 
-def fp8(outs: int, inputs: int, group: int) -> Fp8Tensor:
-    size = group or inputs
-    data = (torch.randn(outs, inputs) * 60).to(torch.float8_e4m3fn)
-    scales = (torch.rand(outs, -(-inputs // size)) + 0.5) / 60 / inputs**0.5
-    return Fp8Tensor((outs, inputs), data, scales, size)
-
-
-def q8_0(outs: int, inputs: int) -> GGUFTensor:
-    weight = (torch.randn(outs, inputs) / inputs**0.5).numpy()
-    data = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
-    return GGUFTensor("Q8_0", (outs, inputs), data)
-
-
-KINDS: dict[str, Make] = {
-    "fp8 by output": partial(fp8, group=0),
-    "fp8 by 128": partial(fp8, group=128),
-    "fp8 by 32": partial(fp8, group=32),
-    "int4 by 128": partial(int4, group=128, zeros=False),
-    "int4 by 32, zeros": partial(int4, group=32),
-    "mxfp4": mxfp4,
-    "Q8_0": q8_0,
-}
 SIZES = [(16, 8, 2048, 768), (5, 2, 256, 384), (4, 2, 384, 128)]
-
-
-def skip_without_fp8(kind: str) -> None:
-    if "fp8" in kind and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        pytest.skip("needs a GPU with fp8")
 
 
 def experts_of(kind: str, num: int, hidden: int, size: int, dtype: torch.dtype):

@@ -13,14 +13,13 @@ from shoal import LLM, SamplingParams
 from shoal.kernels import reference
 from shoal.kernels.matmul.dispatch import gpu_of
 from shoal.kernels.quant.ggml_types import GROUPS
-from shoal.kernels.quant.int4_tensor import Int4Tensor
-from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.packed_weight import FusedWeight
 from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.cpu.weights.test_weights_quantized import random_tensor
 from tests.gpu.chains import check_chain, check_chain_of_rings
+from tests.gpu.quantized_tensors import error, int4, mxfp4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -30,31 +29,12 @@ SIZES = [(6144, 4096), (4096, 12288), (24576, 4096), (1000, 576), (74, 2080), (2
 ROWS = [1, 2, 7, 16, 17, 33, 64, 65, 100, 256, 300]
 
 
-def int4(outs: int, inputs: int, group: int = 32, zeros: bool = True, shuffled: bool = False) -> Int4Tensor:
-    count = inputs // group
-    return Int4Tensor.of(
-        torch.randint(0, 16, (outs, inputs), dtype=torch.uint8),
-        (torch.rand(outs, count) + 0.5) / 8 / inputs**0.5,
-        torch.randint(0, 17, (outs, count), dtype=torch.uint8) if zeros else None,
-        (torch.arange(inputs) // group)[torch.randperm(inputs)] if shuffled else None,
-    )
-
-
-def mxfp4(outs: int, inputs: int) -> Mxfp4Tensor:
-    quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8)
-    return Mxfp4Tensor.of(quants, torch.randint(117, 122, (outs, inputs // 32), dtype=torch.uint8))
-
-
 def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
     """The weight, and the matrix that it stands for in float32."""
     from shoal.kernels.matmul import gpu_weight
 
     weight = gpu_weight.pack(tensors, None, DEVICE, dtype)
     return weight, torch.cat([tensor.dequantize(device=DEVICE) for tensor in tensors])
-
-
-def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.float() - exact).norm() / exact.norm())
 
 
 @DTYPES

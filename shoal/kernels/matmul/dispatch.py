@@ -30,9 +30,10 @@ WIDEST_ROW = 32768
 WIDEST_PACKED_ROW = 16384
 PIPELINE_GROUP = 128
 INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
-# packed_linear.py has these.
-MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
+# tile_matmul.py has these.
+MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
+SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -191,18 +192,19 @@ class HopperTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTiles:
-    """Tile sizes and split-K of packed_linear.py: a program computes `outs` outputs of `rows` rows from a
-    `splits`-th of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
+class RowTiles:
+    """Tile sizes and split-K of tile_matmul.py: a program computes `outs` outputs of `rows` rows from a
+    `splits`-th of the inputs, in rounds of `columns`."""
 
     rows: int
     outs: int
+    columns: int
+    num_warps: int
+    num_stages: int
     splits: int = 1
-    steps: int = 2
-    num_stages: int = 4
 
-    def rounds(self, inputs: int, bits: int) -> int:
-        return cdiv(cdiv(inputs, self.steps * 256 // bits), self.splits)
+    def rounds(self, inputs: int) -> int:
+        return cdiv(cdiv(inputs, self.columns), self.splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class Matmul(NamedTuple):
     hopper_tiles: HopperTiles | None = None
     norms: bool = False
     adds: bool = True
-    packed_tiles: PackedTiles | None = None
+    packed_tiles: RowTiles | None = None
     fp8_tiles: Fp8Tiles | None = None
 
 
@@ -367,30 +369,40 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
     return None
 
 
-def _whole_packed_tiles(block_rows: int, gated: bool) -> PackedTiles:
-    steps = 1 if block_rows == 128 else 2 if gated or block_rows == 64 else 4
-    return PackedTiles(block_rows, 64 if gated or block_rows <= 32 else 128, 1, steps)
+def _packed_tiles(
+    block_rows: int, outs: int, inputs: int, bits: int, steps: int, num_stages: int = 4
+) -> RowTiles:
+    """Tiles of weights of 4 or 8 bits. A step is 16 bytes of a thread. A round has `steps` steps, or one more
+    or less if that makes the inputs whole rounds."""
+    step, most = 256 // bits, steps
+    steps = next((n for n in (most, max(1, most - 1), most + 1) if inputs % (n * step) == 0), most)
+    return RowTiles(block_rows, outs, steps * step, outs // 16, num_stages)
 
 
-def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
-    """Returns packed_linear.py's tile sizes. None: the weights are unpacked, and cuBLAS multiplies; or gate
-    and up, which lie in whole tiles of 16 outputs only, are two matmuls."""
+def _whole_packed_tiles(block_rows: int, inputs: int, bits: int, gated: bool) -> RowTiles:
+    most = 1 if block_rows == 128 else 2 if gated or block_rows == 64 else 4
+    return _packed_tiles(block_rows, 64 if gated or block_rows <= 32 else 128, inputs, bits, most)
+
+
+def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
+    """Returns the tiles of weights of 4 or 8 bits. None: the weights are unpacked, and cuBLAS multiplies; or
+    gate and up, which lie in whole tiles of 16 outputs only, are two matmuls."""
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
     if shape.gated or block_rows == 16:
-        whole = _whole_packed_tiles(block_rows, shape.gated)
+        whole = _whole_packed_tiles(block_rows, shape.inputs, shape.bits, shape.gated)
         programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
         splits = gpu.limits.packed_programs * gpu.sms // programs
     else:
         # Sums of more rows leave an SM registers for two such programs, and then for one.
-        whole = PackedTiles(block_rows, 64, 1, 4 if block_rows == 64 else 2)
+        whole = _packed_tiles(block_rows, 64, shape.inputs, shape.bits, 4 if block_rows == 64 else 2)
         programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
         at_once = gpu.sms * (2 if block_rows == 32 else 1)
         splits = (2 * at_once + programs) // (2 * programs)
         if block_rows == 64 or programs > gpu.sms:
             whole = replace(whole, num_stages=3)
-    most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
+    most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs) // MIN_SPLIT_ROUNDS)
     return replace(whole, splits=max(1, min(most, splits)))
 
 
@@ -433,37 +445,72 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
     return Matmul(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, stages, splits))
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Tile sizes of the two matmuls of moe.py."""
+class ExpertTiles(NamedTuple):
+    """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own."""
 
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
+    gate_up: RowTiles
+    down: RowTiles
+    slots: bool
 
 
-def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype, packed: bool = False) -> Blocks:
+class ExpertFormat(NamedTuple):
+    """What the tiles of an expert's matmul depend on besides its sizes."""
+
+    bits: int = 16
+    group: int = 0  # inputs that share a scale
+    is_fp8: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_expert_tiles(
+    num_slots: int,
+    num_experts: int,
+    sizes: tuple[int, int],
+    formats: tuple[ExpertFormat, ExpertFormat],
+    dtype: torch.dtype,
+    gpu: GPU,
+) -> ExpertTiles:
     """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
-    deep and have little padding. Many rows are bound by arithmetic. `packed`: of a matmul at least the
-    weights are in fewer bits, whose sums and weights want registers."""
+    deep and have little padding. Many rows are bound by arithmetic. So few slots that they rarely meet at an
+    expert are not sorted: each is a block of its own. `sizes`: hidden and intermediate."""
+    hidden, size = sizes
+    slots = 4 * num_slots <= num_experts
     rows = num_slots / num_experts
     if dtype == torch.float32:
-        return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
-    if rows <= 16:
-        return Blocks(16, 64, 128, 4, 4)
-    if rows <= 64 or packed:
-        return Blocks(64, 64, 64, 4, 4)
-    return Blocks(128, 64, 64, 8, 3)
+        block_rows = 16 if rows <= 16 or slots else 32
+    else:
+        block_rows = 16 if rows <= 16 or slots else 64 if rows <= 64 else 128
+    gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
+    down = expert_tiles(block_rows, size, False, formats[1], dtype)
+    if slots:
+        gate_up = _split_slots(gate_up, num_slots, size, hidden, formats[0], gpu)
+        down = _split_slots(down, num_slots, hidden, size, formats[1], gpu)
+    return ExpertTiles(gate_up, down, slots)
 
 
-def choose_expert_tiles(block_rows: int, gated: bool) -> PackedTiles:
-    """Returns packed_moe.py's tile sizes for weights of 4 or 8 bits and tiles of `rows` rows: as
-    packed_linear.py does. Experts are programs enough, so inputs are not split."""
-    return _whole_packed_tiles(block_rows, gated)
+def _split_slots(
+    tiles: RowTiles, num_slots: int, outs: int, inputs: int, of: ExpertFormat, gpu: GPU
+) -> RowTiles:
+    """Splits the inputs until the slots have as many programs as SMs take at once. Weights in fewer bits are
+    bound by instructions, so they want more of them."""
+    at_once = gpu.sms * (SLOT_PROGRAMS if of.bits < 16 else 2)
+    most = min(MAX_PACKED_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
+    splits = at_once // (num_slots * cdiv(outs, tiles.outs))
+    return replace(tiles, splits=max(1, min(most, splits)))
 
 
-def choose_fp8_expert_tiles(block_rows: int, group: int) -> Fp8Tiles:
-    """The same for weights in fp8."""
-    return Fp8Tiles(block_rows, 64, min(128, group or 128), 4, 4)
+def expert_tiles(block_rows: int, inputs: int, gated: bool, of: ExpertFormat, dtype: torch.dtype) -> RowTiles:
+    """Returns the tiles of one of an expert's matmuls. Where it can be, the inputs are whole rounds."""
+    if dtype == torch.float32:
+        return RowTiles(block_rows, 32, min(32, of.group or 32) if of.is_fp8 else 32, 4, 2)
+    if of.is_fp8:
+        return RowTiles(block_rows, 64, min(128, of.group or 128), 4, 4)
+    if of.bits == 16:
+        if block_rows <= 16:
+            return RowTiles(block_rows, 64, 128 if inputs % 128 == 0 else 64, 4, 4)
+        if block_rows <= 64:
+            return RowTiles(block_rows, 64, 64, 4, 4)
+        return RowTiles(block_rows, 128, 64, 8, 3)
+    if block_rows == 128:
+        return _packed_tiles(block_rows, 128, inputs, of.bits, 1)
+    return _whole_packed_tiles(block_rows, inputs, of.bits, gated)

@@ -20,8 +20,6 @@ oracle is the matmul with the unpacked matrix, and of rows in fp8 with what they
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +27,9 @@ import triton.language as tl
 from shoal.kernels.activation import gate_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
-from shoal.kernels.matmul.linear import epilogue, fitting_stages
+from shoal.kernels.matmul.linear import epilogue
+from shoal.kernels.matmul.loaders import Fp8Matrix
+from shoal.kernels.matmul.shared_memory import fitting_stages
 from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize
@@ -42,14 +42,6 @@ if HAS_GLUON:
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
 MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; dispatch.py stays below
-
-
-class Fp8Matrix(NamedTuple):
-    """data: float8_e4m3fn [O, I]. scales: float32 [G, O]. group: inputs that share a scale; 0: all."""
-
-    data: torch.Tensor
-    scales: torch.Tensor
-    group: int
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Weights of few bits as the GPU's matmuls read them (packed_linear.py), and their packing.
+"""Weights of few bits as the GPU's matmuls read them (loaders.py), and their packing.
 
 Whatever a checkpoint holds becomes one form: a weight is quant * scale + minimum, with a quant of 4 or 8
 bits, or an e2m1 number * scale. Scales and minima are of the engine's type. Types that fit neither 4 bits nor
@@ -25,7 +25,7 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.kernels.activation import gate_mul
 from shoal.kernels.matmul import packed_linear
-from shoal.kernels.matmul.packed_linear import SMALLER, TiledWeight
+from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.quant.ggml_types import FOUR_BITS
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
@@ -39,7 +39,7 @@ FILLED = 128  # The outputs are filled up to a multiple of it: the most that a p
 GROUPS = (128, 64, 32, 16)  # sizes of groups that the kernel knows
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
 # Bits taken as a number of the type are too small by 2^this: bits of a quant, and of e2m1
-# (packed_linear.py).
+# (loaders.py).
 QUANT_SHIFT = {torch.bfloat16: 133, torch.float16: 24}
 E2M1_SHIFT = {torch.bfloat16: 126, torch.float16: 14}
 

@@ -16,7 +16,6 @@ T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows).
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from shoal.kernels.activation import gate_mul, silu
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import After, Before, Kernel, Matmul, Shape, Tiles, choose
+from shoal.kernels.matmul.shared_memory import fitting_stages
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
@@ -403,20 +403,3 @@ def matmul(
             **pdl_options(),
         )
     return out_TO
-
-
-def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Returns the number of pipeline stages that fit. On many cards a program has no more than 99 KB of
-    shared memory. A pipeline buffers one stage less than it has."""
-    if device.type != "cuda":  # interpreted
-        return num_stages
-    return max(
-        1,
-        min(num_stages, 1 + _shared_memory(triton.runtime.driver.active.get_current_device()) // stage_bytes),
-    )
-
-
-@functools.cache
-def _shared_memory(device: int) -> int:
-    """The bytes of shared memory that a program can have, as Triton itself asks for them."""
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]

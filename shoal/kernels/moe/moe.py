@@ -1,15 +1,14 @@
 """Mixture of experts in Triton, for a captured graph: no count reaches the host, and grids are upper bounds.
 
-A slot is one pair of a token and one of its k choices. There are five kernels:
+A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py):
 
-1. route.py chooses each token's experts, and numbers the slots of each expert. 2. `_arrange` lists the slots
-expert by expert, and cuts each expert's part of the list into tiles of BLOCK_M. 3. `_gate_up` is the first
-matmul over those tiles. It gathers the rows of tokens. 4. `_down` is the second matmul. It scatters its
-results to the slots. 5. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is
-added to the output, which
-   holds the residual.
+1. route.py chooses each token's experts, and numbers the slots of each expert.
+2. `_arrange` lists the slots expert by expert, and cuts each expert's part of the list into tiles.
+3. The first matmul gathers the rows of tokens. The second one scatters its results to the slots.
+4. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is added to the output,
+   which holds the residual.
 
-Weights of fewer bits have matmuls of their own in place of 3 and 4 (packed_moe.py).
+Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums.
 
 T tokens · E experts · k choices of a token · D hidden · F intermediate. The oracle is reference.py.
 """
@@ -20,15 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.activation import silu
-from shoal.kernels.matmul.dispatch import Blocks, choose_blocks
-from shoal.kernels.matmul.linear import fitting_stages
+from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertTiles, choose_expert_tiles, gpu_of
+from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
+from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
+from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
-from shoal.kernels.moe.packed_moe import PackedExperts, packed_matmul, packed_shape
 from shoal.kernels.moe.route import route
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.experts import Activation, Router
 
+PackedExperts = TiledWeight | Fp8Weight  # the rows of all experts
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
 
@@ -44,9 +45,11 @@ def _arrange(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Writes the list of all slots, expert by expert, and for each tile its expert (-1: the tile is not used)
     and where its slots start and end in that list."""
+    wait_for_inputs(PDL)
     expert = tl.arange(0, BLOCK_E)[None, :]
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     i = tl.program_id(0) * ARRANGED + tl.arange(0, ARRANGED)
@@ -71,95 +74,17 @@ def _arrange(
 
 
 @triton.jit
-def _gate_up(
-    x_ptr,
-    w13_ptr,
-    hidden_ptr,
-    slots_ptr,
-    tiles_ptr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """hidden[i] = silu(x @ gate) * (x @ up), where x is the token of the i-th slot in the list."""
-    tile_ptr = tiles_ptr + tl.program_id(1) * 3
-    expert = tl.load(tile_ptr).to(tl.int64)
-    if expert < 0:
-        return
-    row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
-    in_tile = row < tl.load(tile_ptr + 2)
-    token = (tl.load(slots_ptr + row, mask=in_tile, other=0) // K).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_columns = column < F
-    d = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + token[:, None] * D + d[None, :]
-    gate_ptrs = w13_ptr + expert * 2 * F * D + column[None, :].to(tl.int64) * D + d[:, None]
-    up_ptrs = gate_ptrs + F * D
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, D, BLOCK_K):
-        in_depth = start + d < D
-        x = tl.load(x_ptrs, mask=in_tile[:, None] & in_depth[None, :], other=0.0)
-        w_mask = in_depth[:, None] & in_columns[None, :]
-        gate = tl.dot(x, tl.load(gate_ptrs, mask=w_mask, other=0.0), gate, input_precision=PRECISION)
-        up = tl.dot(x, tl.load(up_ptrs, mask=w_mask, other=0.0), up, input_precision=PRECISION)
-        x_ptrs += BLOCK_K
-        gate_ptrs += BLOCK_K
-        up_ptrs += BLOCK_K
-    hidden_ptrs = hidden_ptr + row[:, None].to(tl.int64) * F + column[None, :]
-    dtype = hidden_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # Separate matmuls round so.
-    tl.store(hidden_ptrs, (silu(gate) * up).to(dtype), mask=in_tile[:, None] & in_columns[None, :])
-
-
-@triton.jit
-def _down(
-    hidden_ptr,
-    w2_ptr,
+def _combine(
+    slots_out_ptr,
+    weights_ptr,
     out_ptr,
-    slots_ptr,
-    tiles_ptr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    D,
+    K: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out[slot] = hidden[i] @ down, where slot is the i-th in the list."""
-    tile_ptr = tiles_ptr + tl.program_id(1) * 3
-    expert = tl.load(tile_ptr).to(tl.int64)
-    if expert < 0:
-        return
-    row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
-    in_tile = row < tl.load(tile_ptr + 2)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_columns = column < D
-    f = tl.arange(0, BLOCK_K)
-    hidden_ptrs = hidden_ptr + row[:, None].to(tl.int64) * F + f[None, :]
-    w_ptrs = w2_ptr + expert * D * F + column[None, :].to(tl.int64) * F + f[:, None]
-    out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, F, BLOCK_K):
-        in_depth = start + f < F
-        hidden = tl.load(hidden_ptrs, mask=in_tile[:, None] & in_depth[None, :], other=0.0)
-        w = tl.load(w_ptrs, mask=in_depth[:, None] & in_columns[None, :], other=0.0)
-        out = tl.dot(hidden, w, out, input_precision=PRECISION)
-        hidden_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
-    slot = tl.load(slots_ptr + row, mask=in_tile, other=0).to(tl.int64)
-    tl.store(
-        out_ptr + slot[:, None] * D + column[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=in_tile[:, None] & in_columns[None, :],
-    )
-
-
-@triton.jit
-def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < D
@@ -188,13 +113,22 @@ def moe(
 ) -> torch.Tensor:
     """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
     added to it in place, and it is returned."""
-    packed = not (isinstance(weights.w13, torch.Tensor) and isinstance(weights.w2, torch.Tensor))
-    blocks = choose_blocks(x_TD.shape[0] * router.top_k, router_logits_TE.shape[1], x_TD.dtype, packed)
-    return moe_with(blocks, x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
+    num_experts = router_logits_TE.shape[1]
+    first, second = expert_matrix(weights.w13), expert_matrix(weights.w2)
+    sizes = weight_shape(first)[1], weight_shape(second)[1]
+    tiles = choose_expert_tiles(
+        x_TD.shape[0] * router.top_k,
+        num_experts,
+        sizes,
+        (_format(first), _format(second)),
+        x_TD.dtype,
+        gpu_of(x_TD.device),
+    )
+    return moe_with(tiles, x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
 
 
 def moe_with(
-    blocks: Blocks,
+    tiles: ExpertTiles,
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
     router: Router,
@@ -204,71 +138,73 @@ def moe_with(
     tensors: RouterTensors = NO_TENSORS,
 ) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
-    w13_E2FD, w2_EDF, b13, b2 = weights
-    assert activation.kind == "silu" and b13 is None and b2 is None, "not yet"
-    top_k = router.top_k
-    (num_tokens, hidden), num_experts = x_TD.shape, router_logits_TE.shape[1]
-    size = _shape(w2_EDF, num_experts)[2]
-    assert _shape(w13_E2FD, num_experts) == (num_experts, 2 * size, hidden)
-    assert _shape(w2_EDF, num_experts) == (num_experts, hidden, size)
-    num_slots = num_tokens * top_k
-    # An expert fills all its tiles but one.
-    num_tiles = min(num_slots, cdiv(num_slots, blocks.m) + num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
-    # They are separate tensors so that each is aligned.
-    experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
-    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
-    slot_weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
-    hidden_states, slots_out = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden))
+    (num_tokens, hidden), num_experts, top_k = x_TD.shape, router_logits_TE.shape[1], router.top_k
+    w13, w2 = expert_matrix(weights.w13), expert_matrix(weights.w2)
+    size = weight_shape(w2)[1]
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
-    num_programs = cdiv(max(num_slots, num_tiles), ARRANGED.value)
-    products = dict(
-        D=hidden,
-        F=size,
-        PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32",
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        BLOCK_K=blocks.k,
-        num_warps=blocks.num_warps,
-        num_stages=fitting_stages(
-            blocks.num_stages, (blocks.m + 2 * blocks.n) * blocks.k * x_TD.itemsize, x_TD.device
-        ),
+    if num_tokens == 0:
+        return out_TD
+    num_slots, add = num_tokens * top_k, residual_TD is not None
+    counts = None
+    if not tiles.slots:
+        counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
+    # They are separate tensors so that each is aligned.
+    experts = torch.empty(num_slots, dtype=torch.int32, device=x_TD.device)
+    shares = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
+    ranks = None if counts is None else torch.empty_like(experts)
+    route(router_logits_TE, router, tensors, shares, experts, ranks, counts)
+    hidden_states = x_TD.new_empty((num_slots, size))
+    if counts is None:
+        by_slot = RowMap(SLOTS, experts, num_slots, top_k, num_experts)
+        tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=by_slot)
+        by_token = RowMap(SLOTS, experts, num_tokens, top_k, num_experts, shares=shares)
+        tile_matmul(tiles.down, hidden_states, w2, weights.b2, out_TD, add=add, rows=by_token)
+        return out_TD
+    listed = _arranged(experts, ranks, counts, tiles.gate_up.rows, top_k)
+    assert tiles.gate_up.rows == tiles.down.rows
+    slots_out = x_TD.new_empty((num_slots, hidden))
+    tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=listed)
+    tile_matmul(tiles.down, hidden_states, w2, weights.b2, slots_out, rows=listed)
+    block = min(1024, next_power_of_2(hidden))
+    _combine[(num_tokens, cdiv(hidden, block))](
+        slots_out, shares, out_TD, hidden, K=top_k, ADD=add, BLOCK=block, **pdl_options()
     )
-    route(router_logits_TE, router, tensors, slot_weights, experts, ranks, counts)
-    _arrange[(num_programs,)](
+    return out_TD
+
+
+def _arranged(
+    experts: torch.Tensor, ranks: torch.Tensor | None, counts_E: torch.Tensor, block_rows: int, top_k: int
+) -> RowMap:
+    """Returns the list of slots, cut into tiles."""
+    num_slots, num_experts = len(experts), len(counts_E)
+    # An expert fills all its tiles but one.
+    num_tiles = min(num_slots, cdiv(num_slots, block_rows) + num_experts)
+    slots = torch.empty_like(experts)
+    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=experts.device)
+    _arrange[(cdiv(max(num_slots, num_tiles), ARRANGED.value),)](
         experts,
         ranks,
-        counts,
+        counts_E,
         slots,
         tiles,
         num_slots,
         num_tiles,
         E=num_experts,
         BLOCK_E=next_power_of_2(num_experts),
-        BLOCK_M=blocks.m,
+        BLOCK_M=block_rows,
         num_warps=8,
+        **pdl_options(),
     )
-    listed = slots, tiles, num_experts, top_k, blocks.m
-    if isinstance(w13_E2FD, torch.Tensor):
-        _gate_up[(cdiv(size, blocks.n), num_tiles)](
-            x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
-        )
-    else:
-        packed_matmul(x_TD, w13_E2FD, hidden_states, *listed, gated=True)
-    if isinstance(w2_EDF, torch.Tensor):
-        _down[(cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
-    else:
-        packed_matmul(hidden_states, w2_EDF, slots_out, *listed, gated=False)
-    block = min(1024, next_power_of_2(hidden))
-    _combine[(num_tokens, cdiv(hidden, block))](
-        slots_out, slot_weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
-    )
-    return out_TD
+    return RowMap(LISTED, tiles, num_tiles, top_k, num_experts, slots)
 
 
-def _shape(weight: torch.Tensor | PackedExperts, num_experts: int) -> tuple[int, ...]:
-    if not isinstance(weight, torch.Tensor):
-        return packed_shape(weight, num_experts)
-    assert weight.is_contiguous()
-    return tuple(weight.shape)
+def expert_matrix(weight: torch.Tensor | PackedExperts) -> Weight:
+    """All experts' rows as tile_matmul.py takes them."""
+    return weight.matrix if isinstance(weight, Fp8Weight) else weight
+
+
+def _format(weight: Weight) -> ExpertFormat:
+    if isinstance(weight, TiledWeight):
+        return ExpertFormat(weight.bits, weight.group)
+    return ExpertFormat(8, weight.group, True) if isinstance(weight, Fp8Matrix) else ExpertFormat()

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.moe.mixture import RouterTensors
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import next_power_of_2
 from shoal.kinds.experts import Router
 
@@ -60,9 +61,11 @@ def _route(
     TWO_BEST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Chooses the experts of one token. A slot's rank is its number within its expert. Ranks may come in any
     order, because rows of a matmul do not depend on each other."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     slot = tl.arange(0, BLOCK_K)
@@ -101,10 +104,11 @@ def _route(
     if expert_scale_ptr is not None:
         weights *= tl.load(expert_scale_ptr + experts, mask=mask, other=0.0)
     weights *= SCALE
-    ranks = tl.atomic_add(counts_ptr + experts, 1, mask=mask, sem="relaxed")
+    if counts_ptr is not None:
+        ranks = tl.atomic_add(counts_ptr + experts, 1, mask=mask, sem="relaxed")
+        tl.store(ranks_ptr + token * K + slot, ranks, mask=mask)
     tl.store(weights_ptr + token * K + slot, weights, mask=mask)
     tl.store(experts_ptr + token * K + slot, experts, mask=mask)
-    tl.store(ranks_ptr + token * K + slot, ranks, mask=mask)
 
 
 def route(
@@ -113,10 +117,11 @@ def route(
     tensors: RouterTensors,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    ranks: torch.Tensor,
-    counts_E: torch.Tensor,
+    ranks: torch.Tensor | None,
+    counts_E: torch.Tensor | None,
 ) -> None:
-    """Writes each slot's weight, expert and rank, [T * K], and adds each expert's slots to `counts_E`."""
+    """Writes each slot's weight and expert, [T * K]. With counts, writes ranks, and adds each expert's slots
+    to its count."""
     num_tokens, num_experts = router_logits_TE.shape
     for tensor in tensors:
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
@@ -142,4 +147,5 @@ def route(
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_K=next_power_of_2(router.top_k),
         num_warps=1,
+        **pdl_options(),
     )

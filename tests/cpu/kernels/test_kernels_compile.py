@@ -13,9 +13,7 @@ from triton_compile import check_kernels
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.all_reduce import PLAIN_BLOCK, Peers, Way, all_reduce, all_reduce_add_rms_norm
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul.dispatch import Blocks
 from shoal.kernels.moe.mixture import ExpertWeights
-from shoal.kernels.moe.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
 from shoal.kernels.sampling.row_options import Option, RowOptions
@@ -207,15 +205,7 @@ for case in (
     LAUNCHES[f"all_reduce {case}"] = lambda case=case: _all_reduce(*case)
 
 
-def _moe(
-    tokens: int,
-    hidden: int,
-    size: int,
-    num_experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    blocks: Blocks | None = None,
-) -> None:
+def _moe(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
     arguments = (
         torch.zeros(tokens, hidden, dtype=dtype),
         torch.zeros(tokens, num_experts, dtype=dtype),
@@ -226,11 +216,8 @@ def _moe(
         ),
         Activation(),
     )
-    if blocks is None:
-        triton_ops.moe(*arguments)
-        triton_ops.moe(*arguments, torch.zeros(tokens, hidden, dtype=dtype))
-    else:
-        moe_with(blocks, *arguments)
+    triton_ops.moe(*arguments)
+    triton_ops.moe(*arguments, torch.zeros(tokens, hidden, dtype=dtype))
 
 
 for case in (

@@ -19,8 +19,8 @@ import triton.language as tl
 from triton_compile import check_kernels
 
 from shoal.errors import CheckpointError
-from shoal.kernels.matmul import gpu_weight, packed_linear
-from shoal.kernels.matmul.dispatch import GPU, MAX_PACKED_TILES, After, Kernel, PackedTiles, Shape, choose
+from shoal.kernels.matmul import gpu_weight, loaders, packed_linear
+from shoal.kernels.matmul.dispatch import GPU, MAX_SPLIT_TILES, After, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.gpu_weight import GpuWeight, GpuWeights
 from shoal.kernels.quant.ggml_types import GROUPS
 from shoal.kernels.quant.int4_tensor import Int4Tensor
@@ -138,16 +138,16 @@ def test_gate_and_up_end_with_silu_mul(kind: str, size: int, rows: int) -> None:
 
 
 TILES = [
-    PackedTiles(16, 64, 3, 2, 2),
-    PackedTiles(16, 64, 4, 1, 2),
-    PackedTiles(32, 128, 2),
-    PackedTiles(128, 64, 1, 4),
+    RowTiles(16, 64, 128, 4, 2, 3),
+    RowTiles(16, 64, 64, 4, 2, 4),
+    RowTiles(32, 128, 128, 8, 4, 2),
+    RowTiles(128, 64, 256, 4, 4),
 ]
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_any_tiles_and_splits_give_the_matmul(tiles: PackedTiles, gated: bool) -> None:
+def test_any_tiles_and_splits_give_the_matmul(tiles: RowTiles, gated: bool) -> None:
     if gated and tiles.outs > 64:
         return
     print("seed", torch.manual_seed(5).initial_seed())
@@ -177,7 +177,7 @@ def test_bits_of_a_quant_are_numbers_in_both_types() -> None:
 def _e2m1_kernel(bits_ptr, out_ptr, BF16: tl.constexpr):
     at = tl.arange(0, 16)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    tl.store(out_ptr + at, packed_linear._e2m1(tl.load(bits_ptr + at), DTYPE))
+    tl.store(out_ptr + at, loaders.e2m1(tl.load(bits_ptr + at), DTYPE))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -310,8 +310,8 @@ def test_splits_fill_the_sms_and_leave_each_program_some_rounds(
     assert tiles is not None
     programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(outs, tiles.outs)
     assert tiles.splits == 1 or programs * tiles.splits <= gpu.limits.packed_programs * sms
-    assert tiles.splits == 1 or (tiles.rounds(inputs, 4) >= 2 and programs <= MAX_PACKED_TILES)
-    assert tiles.rounds(inputs, 4) * tiles.splits * tiles.steps * 64 >= inputs
+    assert tiles.splits == 1 or (tiles.rounds(inputs) >= 2 and programs <= MAX_SPLIT_TILES)
+    assert tiles.rounds(inputs) * tiles.splits * tiles.columns >= inputs
 
 
 def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:

@@ -14,12 +14,11 @@ from triton_compile import check_kernels
 
 from shoal.kernels import triton_ops
 from shoal.kernels.matmul import gpu_fp8, gpu_weight
-from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
-from shoal.kernels.matmul.packed_linear import TiledWeight
+from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
 from shoal.kernels.moe import reference
 from shoal.kernels.moe.mixture import ExpertWeights
-from shoal.kernels.moe.packed_moe import PackedExperts
+from shoal.kernels.moe.moe import PackedExperts
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, Router

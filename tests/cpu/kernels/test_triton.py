@@ -12,7 +12,7 @@ import torch
 
 from shoal.kernels import reference, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul.dispatch import Blocks
+from shoal.kernels.matmul.dispatch import ExpertTiles, RowTiles
 from shoal.kernels.moe import reference as moe_reference
 from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.moe.moe import moe_with
@@ -192,20 +192,31 @@ def test_k_that_nobody_reads_in_qkv_is_stored_in_the_cache_alone(monkeypatch: py
     ("tokens", "experts", "top_k", "hidden", "size"),
     [(1, 8, 2, 64, 48), (5, 5, 5, 33, 17), (40, 6, 3, 64, 48), (3, 200, 1, 16, 16), (0, 4, 2, 16, 16)],
 )
+@pytest.mark.parametrize(
+    ("by_slot", "splits"), [(False, 1), (True, 1), (True, 2)], ids=["listed", "by slot", "split"]
+)
 def test_moe_equals_the_loop_over_experts(
-    tokens: int, experts: int, top_k: int, hidden: int, size: int, renormalise: bool, dtype: torch.dtype
+    by_slot: bool,
+    splits: int,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    size: int,
+    renormalise: bool,
+    dtype: torch.dtype,
 ) -> None:
     x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
     router[:, 0] += 2  # one busy expert: several tiles
     router += torch.rand(experts) * 1e-2  # no ties, whose choice is free
     w13 = (torch.randn(experts, 2 * size, hidden) / hidden**0.5).to(dtype)
     w2 = (torch.randn(experts, hidden, size) / size**0.5).to(dtype)
-    blocks = Blocks(16, 32, 16, 4, 2)
+    tiles = ExpertTiles(*[RowTiles(16, 32, 16, 4, 2, splits)] * 2, by_slot)
     arguments = x, router, Router(top_k, renormalise), ExpertWeights(w13, w2), Activation()
-    result = moe_with(blocks, *arguments)
+    result = moe_with(tiles, *arguments)
     torch.testing.assert_close(result, moe_reference.moe(*arguments), **TOLERANCES[dtype])
     residual = torch.randn(tokens, hidden).to(dtype)
-    for combine, output in ((moe_with, (blocks,)), (moe_reference.moe, ())):
+    for combine, output in ((moe_with, (tiles,)), (moe_reference.moe, ())):
         ours, alone = residual.clone(), combine(*output, *arguments)
         assert combine(*output, *arguments, ours) is ours and torch.equal(ours, residual + alone)
 

@@ -1,0 +1,99 @@
+"""The tensor cores' matmul on a GPU: every format, by rows, plain, gated and with a row map, against float32 of
+the unpacked weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal.kernels.moe import reference
+from shoal.kernels.moe.mixture import ExpertWeights
+from shoal.kinds.experts import Activation, Router
+from tests.gpu.quantized_tensors import KINDS, error, skip_without_fp8
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, DEVICE = torch.bfloat16, torch.device("cuda")
+ROWS = (1, 3, 16, 64, 500)
+ACTIVATIONS = {
+    "silu": Activation(),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "clamped_swiglu": Activation("clamped_swiglu", 1.702, 1.5),
+}
+
+
+def weights(kind: str, num: int, outs: int, inputs: int):
+    """Some matrices as one weight, and what they are in float32, [num, outs, inputs]."""
+    from shoal.kernels.matmul import gpu_fp8, gpu_weight
+
+    if kind == "bf16":
+        plain = (torch.randn(num, outs, inputs, device=DEVICE) / inputs**0.5).to(BF16)
+        return plain, plain.float()
+    skip_without_fp8(kind)
+    parts = [KINDS[kind](outs, inputs) for _ in range(num)]
+    pack = gpu_fp8.pack if "fp8" in kind else gpu_weight.pack
+    return pack(parts, None, DEVICE, BF16), torch.stack([p.dequantize(torch.float32, DEVICE) for p in parts])
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+@pytest.mark.parametrize(("outs", "inputs"), [(352, 576), (1024, 2880), (2048, 2048)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_tiles_give_the_matmul_of_every_format(
+    kind: str, outs: int, inputs: int, activation: str | None
+) -> None:
+    from shoal.kernels.matmul.dispatch import RowTiles
+    from shoal.kernels.matmul.tile_matmul import tile_matmul
+    from shoal.kernels.moe.moe import expert_matrix
+
+    if "128" in kind and inputs % 128:
+        inputs = 640
+    print("seed", torch.manual_seed(31).initial_seed())
+    weight, plain = weights(kind, 1 + (activation is not None), outs, inputs)
+    bias = torch.randn(plain.shape[0] * outs, device=DEVICE).to(BF16)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs, device=DEVICE).to(BF16)
+        want = F.linear(x.float(), plain.flatten(0, 1), bias.float())
+        if activation:
+            want = reference.activate(want, ACTIVATIONS[activation])
+        residual = torch.randn(rows, outs, device=DEVICE).to(BF16)
+        for splits in (1, 3):
+            out = residual.clone()
+            columns = 32 if kind == "fp8 by 32" else 128
+            tiles = RowTiles(16 if rows <= 16 else 64, 64, columns, 4, 3, splits)
+            gate = ACTIVATIONS[activation] if activation else None
+            matrix = expert_matrix(weight)
+            tile_matmul(tiles, x, matrix, bias, out, gate, add=activation is None)
+            expected = want if activation else want + residual.float()
+            assert error(out, expected) < (2e-2 if activation else 8e-3), (rows, splits)
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("num", "top_k", "hidden", "size"), [(32, 4, 576, 352), (8, 2, 1408, 704)])
+def test_experts_with_biases_equal_the_loop_over_them(
+    kind: str, num: int, top_k: int, hidden: int, size: int, activation: str
+) -> None:
+    from shoal.kernels import triton_ops
+
+    if "128" in kind:
+        hidden, size = 640, 384
+    print("seed", torch.manual_seed(32).initial_seed())
+    w13, plain13 = weights(kind, 2 * num, size, hidden)
+    w2, plain2 = weights(kind, num, hidden, size)
+    if kind == "bf16":
+        w13 = w13.view(num, 2 * size, hidden)
+    b13, b2 = torch.randn(num, 2 * size, device=DEVICE), torch.randn(num, hidden, device=DEVICE)
+    ours = ExpertWeights(w13, w2, b13.to(BF16), b2.to(BF16))
+    exact = ExpertWeights(plain13.view(num, 2 * size, hidden), plain2, ours.b13.float(), ours.b2.float())
+    rule = Router(top_k, True)
+    for tokens in ROWS:
+        x = torch.randn(tokens, hidden, device=DEVICE).to(BF16)
+        logits = torch.randn(tokens, num, device=DEVICE)
+        want = reference.moe(x.float(), logits, rule, exact, ACTIVATIONS[activation])
+        got = triton_ops.moe(x, logits, rule, ours, ACTIVATIONS[activation])
+        assert error(got, want) < 2.5e-2, tokens
+        residual = torch.randn_like(x)
+        total = residual.float() + got.float()
+        assert triton_ops.moe(x, logits, rule, ours, ACTIVATIONS[activation], residual) is residual
+        assert error(residual, total) < 5e-3, tokens
