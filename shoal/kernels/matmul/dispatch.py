@@ -479,7 +479,9 @@ def choose_expert_tiles(
     if dtype == torch.float32:
         block_rows = 16 if rows <= 16 or slots else 32
     else:
-        block_rows = 16 if rows <= 16 or slots else 64 if rows <= 64 else 128
+        # Sums of fp8 by groups are two for each output, so more than 64 rows have no room in registers.
+        tall = not any(of.is_fp8 for of in formats)
+        block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
     if slots:
@@ -491,9 +493,11 @@ def choose_expert_tiles(
 def _split_slots(
     tiles: RowTiles, num_slots: int, outs: int, inputs: int, of: ExpertFormat, gpu: GPU
 ) -> RowTiles:
-    """Splits the inputs until the slots have as many programs as SMs take at once. Weights in fewer bits are
-    bound by instructions, so they want more of them."""
-    at_once = gpu.sms * (SLOT_PROGRAMS if of.bits < 16 else 2)
+    """Splits the inputs until the slots have as many programs as SMs take at once, for weights in fewer bits:
+    a few programs are bound by their instructions there."""
+    if of.bits == 16:
+        return tiles
+    at_once = SLOT_PROGRAMS * gpu.sms
     most = min(MAX_PACKED_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
     splits = at_once // (num_slots * cdiv(outs, tiles.outs))
     return replace(tiles, splits=max(1, min(most, splits)))
@@ -512,5 +516,5 @@ def expert_tiles(block_rows: int, inputs: int, gated: bool, of: ExpertFormat, dt
             return RowTiles(block_rows, 64, 64, 4, 4)
         return RowTiles(block_rows, 128, 64, 8, 3)
     if block_rows == 128:
-        return _packed_tiles(block_rows, 128, inputs, of.bits, 1)
+        return _packed_tiles(block_rows, 64 if gated else 128, inputs, of.bits, 1, num_stages=3)
     return _whole_packed_tiles(block_rows, inputs, of.bits, gated)

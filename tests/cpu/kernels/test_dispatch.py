@@ -14,7 +14,7 @@ from shoal.kernels.matmul.dispatch import (
     MEASURED,
     After,
     Before,
-    Blocks,
+    ExpertFormat,
     HopperTiles,
     Kernel,
     Limits,
@@ -22,7 +22,7 @@ from shoal.kernels.matmul.dispatch import (
     Shape,
     Tiles,
     choose,
-    choose_blocks,
+    choose_expert_tiles,
     derived_limits,
 )
 
@@ -118,18 +118,41 @@ def test_a_gpu_is_looked_at_once_and_one_that_is_measured_has_its_own_limits(mon
         dispatch.gpu_of.cache_clear()
 
 
+IN_16_BITS, INT4, IN_FP8 = ExpertFormat(), ExpertFormat(4, 128), ExpertFormat(8, 128, is_fp8=True)
+
+
 @pytest.mark.parametrize(
-    ("slots", "experts", "dtype", "blocks"),
+    ("slots", "of", "dtype", "rows"),
     [
-        (8, 128, BF16, Blocks(16, 64, 128, 4, 4)),
-        (16 * 128 + 1, 128, BF16, Blocks(64, 64, 64, 4, 4)),
-        (65 * 128, 128, FP16, Blocks(128, 64, 64, 8, 3)),
-        (8, 4, FP32, Blocks(16, 32, 32, 4, 2)),
-        (800, 4, FP32, Blocks(32, 32, 32, 4, 2)),
+        (8, IN_16_BITS, BF16, 16),
+        (64, IN_16_BITS, BF16, 16),
+        (16 * 128 + 1, IN_16_BITS, BF16, 64),
+        (65 * 128, IN_16_BITS, FP16, 128),
+        (65 * 128, INT4, BF16, 128),
+        (65 * 128, IN_FP8, BF16, 64),
+        (800 * 32, IN_16_BITS, FP32, 32),
     ],
 )
-def test_experts_tiles_grow_with_their_rows(slots, experts, dtype, blocks):
-    assert choose_blocks(slots, experts, dtype) == blocks
+def test_experts_tiles_grow_with_their_rows(slots, of, dtype, rows):
+    tiles = choose_expert_tiles(slots, 128, (2048, 768), (of, of), dtype, GPU())
+    assert tiles.gate_up.rows == tiles.down.rows == rows
+    assert tiles.slots == (slots == 8)
+
+
+@pytest.mark.parametrize("inputs", [704, 768, 1536, 2048, 2816, 2880])
+@pytest.mark.parametrize("gated", [False, True])
+def test_inputs_of_known_experts_are_whole_rounds(inputs, gated):
+    for rows in (16, 64, 128):
+        for of in (IN_16_BITS, INT4):
+            tiles = dispatch.expert_tiles(rows, inputs, gated, of, BF16)
+            assert inputs % tiles.columns == 0 or (of is INT4 and inputs == 704)
+
+
+def test_few_slots_of_packed_experts_are_split_until_the_sms_are_busy():
+    tiles = choose_expert_tiles(4, 32, (2880, 2880), (INT4, INT4), BF16, GPU())
+    assert tiles.slots and tiles.gate_up.splits > 1 and tiles.down.splits > 1
+    plain = choose_expert_tiles(4, 32, (2880, 2880), (IN_16_BITS, IN_16_BITS), BF16, GPU())
+    assert plain.gate_up.splits == plain.down.splits == 1
 
 
 def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():

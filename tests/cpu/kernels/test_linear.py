@@ -21,6 +21,7 @@ from shoal.kernels import reference
 from shoal.kernels.matmul import linear
 from shoal.kernels.matmul import reference as matmul_reference
 from shoal.kernels.matmul.dispatch import GPU, After, Kernel, Shape, Tiles, choose
+from shoal.kernels.matmul.shared_memory import fitting_stages
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -226,4 +227,4 @@ def test_pipelines_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, room:
     utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": room})
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: room, utils=utils))
     monkeypatch.setattr(triton.runtime, "driver", driver)
-    assert linear.fitting_stages(5, (2 * 64 + 16) * 128 * 2, torch.device("cuda")) == stages
+    assert fitting_stages(5, (2 * 64 + 16) * 128 * 2, torch.device("cuda")) == stages
