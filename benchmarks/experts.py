@@ -29,6 +29,7 @@ from shoal.kernels.matmul.dispatch import ExpertTiles, RowTiles
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, tile_matmul
 from shoal.kernels.moe import moe, reference
 from shoal.kernels.moe.mixture import ExpertWeights
+from shoal.kernels.moe.packed_experts import expert_matrix
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
@@ -101,7 +102,7 @@ def candidates(kind: str, inputs: int, block_rows: int, gated: bool) -> list[Row
 def compile_tiles(tiles: RowTiles, model: Model, kind: str, gated: bool, slots: bool) -> None:
     """Compiles the kernel of some tiles, which then lies on disk, by a launch with few experts."""
     rows, outs, inputs = model.top_k, *((model.size, model.hidden) if gated else (model.hidden, model.size))
-    weight = moe.expert_matrix(random_weight(kind, 2, outs * (1 + gated), inputs))
+    weight = expert_matrix(random_weight(kind, 2, outs * (1 + gated), inputs))
     bias = torch.zeros(2, outs * (1 + gated), device=DEVICE, dtype=BF16) if model.bias else None
     x, out = (
         torch.zeros(rows, inputs, device=DEVICE, dtype=BF16),
@@ -204,8 +205,8 @@ def main() -> None:
             )
             if arguments.sweep:
                 formats = (
-                    moe._format(moe.expert_matrix(layers[0].w13)),
-                    moe._format(moe.expert_matrix(layers[0].w2)),
+                    moe._format(expert_matrix(layers[0].w13)),
+                    moe._format(expert_matrix(layers[0].w2)),
                 )
                 tiles = dispatch.choose_expert_tiles(
                     tokens * top_k, experts, (hidden, size), formats, BF16, dispatch.gpu_of(DEVICE)

@@ -27,7 +27,7 @@ from shoal.layers.weight_format import PlainWeight
 from shoal.model_config import ModelConfig
 
 if TYPE_CHECKING:  # It needs Triton.
-    from shoal.kernels.moe.moe import PackedExperts
+    from shoal.kernels.moe.packed_experts import PackedExperts
 
 
 class ExpertMatrix(MatrixLayer):

@@ -44,7 +44,7 @@ def test_tiles_give_the_matmul_of_every_format(
 ) -> None:
     from shoal.kernels.matmul.dispatch import RowTiles
     from shoal.kernels.matmul.tile_matmul import tile_matmul
-    from shoal.kernels.moe.moe import expert_matrix
+    from shoal.kernels.moe.packed_experts import expert_matrix
 
     if "128" in kind and inputs % 128:
         inputs = 640

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:  # It needs Triton.
-    from shoal.kernels.moe.moe import PackedExperts
+    from shoal.kernels.moe.packed_experts import PackedExperts
 
 
 class ExpertWeights(NamedTuple):

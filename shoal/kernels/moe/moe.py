@@ -20,16 +20,15 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertTiles, choose_expert_tiles, gpu_of
-from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
+from shoal.kernels.moe.packed_experts import expert_matrix
 from shoal.kernels.moe.route import route
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.experts import Activation, Router
 
-PackedExperts = TiledWeight | Fp8Weight  # the rows of all experts
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
 
@@ -197,11 +196,6 @@ def _arranged(
         **pdl_options(),
     )
     return RowMap(LISTED, tiles, num_tiles, top_k, num_experts, slots)
-
-
-def expert_matrix(weight: torch.Tensor | PackedExperts) -> Weight:
-    """All experts' rows as tile_matmul.py takes them."""
-    return weight.matrix if isinstance(weight, Fp8Weight) else weight
 
 
 def _format(weight: Weight) -> ExpertFormat:

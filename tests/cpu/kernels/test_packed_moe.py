@@ -18,7 +18,7 @@ from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
 from shoal.kernels.moe import reference
 from shoal.kernels.moe.mixture import ExpertWeights
-from shoal.kernels.moe.moe import PackedExperts
+from shoal.kernels.moe.packed_experts import PackedExperts
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, Router
