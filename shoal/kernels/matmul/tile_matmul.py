@@ -298,7 +298,7 @@ def tile_kernel(
         result = gate_with_up(result.to(tl.float32), up, ACTIVATION, ALPHA, LIMIT).to(DTYPE)
 
     if SUM:
-        # Of the block's rows only the first is a slot.
+        # The first row of the block is the slot; the others are padding.
         line = tl.sum(tl.where(inside[None, :], sums, 0.0), axis=1)
         tile = rows_block * tl.cdiv(O, BLOCK_O) + block
         part_ptrs = parts_ptr + tile * (K * SPLITS * BLOCK_O) + tl.arange(0, BLOCK_O)
