@@ -26,6 +26,8 @@ LIBRARY = {
         "32b": "bartowski/DeepSeek-R1-Distill-Qwen-32B-GGUF",
         "70b": "bartowski/DeepSeek-R1-Distill-Llama-70B-GGUF",
     },
+    "gemma2": {size: f"bartowski/gemma-2-{size}-it-GGUF" for size in ("9b", "2b", "27b")},
+    "gemma3": {size: f"unsloth/gemma-3-{size}-it-GGUF" for size in ("4b", "270m", "1b", "12b", "27b")},
     "granite3.3": {
         "8b": "ibm-granite/granite-3.3-8b-instruct-GGUF",
         "2b": "ibm-granite/granite-3.3-2b-instruct-GGUF",

@@ -352,6 +352,7 @@ def test_a_download_that_fails_names_the_id_and_the_way_out(error, words, hub, m
         ("Qwen3:8B", "Qwen/Qwen3-8B-GGUF", None),
         ("qwen3:0.6b", "Qwen/Qwen3-0.6B-GGUF", None),
         ("llama3.2:3b-instruct-q8_0", "bartowski/Llama-3.2-3B-Instruct-GGUF", "Q8_0"),
+        ("gemma3:270m", "unsloth/gemma-3-270m-it-GGUF", None),
         ("qwen2.5:7b-instruct-fp16", "bartowski/Qwen2.5-7B-Instruct-GGUF", "F16"),
     ],
 )
@@ -365,7 +366,7 @@ def test_names_of_ollamas_library_are_repositories_of_the_hub(name, repo, tag):
         ("llama3.2:8b", "choose one of llama3.2:3b, llama3.2:1b"),
         ("lama3.2", "did you mean 'llama3.2'?"),
         ("smolm2", "did you mean 'smollm2'?"),
-        ("gemma3:4b", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
+        ("command-r:35b", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
         ("phi4", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
     ],
 )
