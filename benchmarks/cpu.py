@@ -1,5 +1,5 @@
-"""A small model on the CPU: Shoal beside llama-cpp-python and transformers, same file, same prompts, same threads,
-in turn. Prints one table.
+"""A small model on the CPU: Shoal beside llama-cpp-python and transformers, same file, same prompts, same
+threads, in turn. Prints one table.
 
     python benchmarks/cpu.py --threads 2 --llama-python /path/to/venv/bin/python
 
@@ -240,7 +240,8 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def report(rates: dict[str, dict[str, float]], cold: float, args: argparse.Namespace) -> None:
-    print(f"\n{Path(args.gguf).stem}, {args.threads} threads, {processor()}; tokens/s, median of {args.repeat}\n")
+    model = Path(args.gguf).stem
+    print(f"\n{model}, {args.threads} threads, {processor()}; tokens/s, median of {args.repeat}\n")
     print("| engine | " + " | ".join(WORKLOADS) + " |\n|---|" + "---|" * len(WORKLOADS))
     for name, figures in rates.items():
         print(f"| {name} | " + " | ".join(f"{rate:,.0f}" for rate in figures.values()) + " |")
