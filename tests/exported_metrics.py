@@ -12,7 +12,7 @@ from shoal.fleet.pool.metrics import of_planner
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.scaling.counts import PlannerCounts
 from shoal.fleet_views import PlannerView
-from shoal.stats import KvLoans, KvTierStats, KvTransferStats, Stats
+from shoal.stats import KvGroupStats, KvLoans, KvTierStats, KvTransferStats, Stats
 from shoal.telemetry.metrics import HttpMetrics, ModelMetrics
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
@@ -26,6 +26,8 @@ class _NoPeers:
 
 def of_a_server():
     stats = Stats(
+        num_blocks=1,
+        kv_groups=[KvGroupStats()],
         kv_tiers={"host": KvTierStats()},
         kv_loans=KvLoans(ended={"done": 1}),
         kv_transfers={"nixl": KvTransferStats()},

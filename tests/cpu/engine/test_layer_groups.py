@@ -301,7 +301,7 @@ def test_use_of_the_cache_is_reported_by_group(root, build, caplog):
         llm = build(folder, max_num_batched_tokens=40)
     plan, scheduler = llm.core.ranks.runner.cache.plan, llm.core.scheduler
     assert f"{llm.core.num_blocks} KV blocks of 16 tokens in 3 groups of layers" in caplog.text
-    # of 256 tokens the first group keeps 16 blocks, each window those of 19 tokens, and in one sequence a chunk
+    # of 256 tokens the first group keeps 16 blocks, each window the blocks for 19 tokens, and one sequence a chunk
     fitting = 1 + (llm.core.num_blocks - (16 + 2 * 5)) / (16 + 2 * 3)
     assert f"{fitting:.1f} sequences of 256" in caplog.text
     llm.core.add(Request("r", PROMPTS[4], GREEDY))
