@@ -454,7 +454,7 @@ class ExpertTiles(NamedTuple):
 
 
 class ExpertFormat(NamedTuple):
-    """What the tiles of an expert's matmul depend on besides its sizes."""
+    """Format of an expert's weights, on which its tiles depend."""
 
     bits: int = 16
     group: int = 0  # inputs that share a scale

@@ -108,7 +108,7 @@ def _is_last(arrived_ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def gate_with_up(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """What mixture.py's Activation makes of them, float32."""
+    """Gate and up, float32, to the output of their Activation (kinds/experts.py)."""
     if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
