@@ -479,8 +479,9 @@ def choose_expert_tiles(
     if dtype == torch.float32:
         block_rows = 16 if rows <= 16 or slots else 32
     else:
-        # Sums of fp8 by groups are two for each output, so more than 64 rows have no room in registers.
-        tall = not any(of.is_fp8 for of in formats)
+        # More than 64 rows have no room in registers with fp8, whose groups have sums of their own, nor, but
+        # on Hopper, with other weights in fewer bits.
+        tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)

@@ -134,7 +134,7 @@ IN_16_BITS, INT4, IN_FP8 = ExpertFormat(), ExpertFormat(4, 128), ExpertFormat(8,
     ],
 )
 def test_experts_tiles_grow_with_their_rows(slots, of, dtype, rows):
-    tiles = choose_expert_tiles(slots, 128, (2048, 768), (of, of), dtype, GPU())
+    tiles = choose_expert_tiles(slots, 128, (2048, 768), (of, of), dtype, H200)
     assert tiles.gate_up.rows == tiles.down.rows == rows
     assert tiles.slots == (slots == 8)
 
