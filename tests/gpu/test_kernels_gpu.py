@@ -299,15 +299,16 @@ def test_a_captured_moe_follows_its_router() -> None:
         randn(32, 256, 96, dtype=BF16) / 10,
     )
     router = randn(16, 32)
-    triton_ops.moe(x, router, Router(4, True), ExpertWeights(w13, w2), Activation())
+    arguments = Router(4, True), ExpertWeights(w13, w2), Activation()
+    triton_ops.moe(x, router, *arguments)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        out = triton_ops.moe(x, router, Router(4, True), ExpertWeights(w13, w2), Activation())
+        out = triton_ops.moe(x, router, *arguments)
     for _ in range(3):
         router.copy_(randn(16, 32))
         graph.replay()
-        torch.testing.assert_close(out, moe_reference.moe(x, router, w13, w2, 4, True), **TOLERANCES[BF16])
+        torch.testing.assert_close(out, moe_reference.moe(x, router, *arguments), **TOLERANCES[BF16])
 
 
 def test_begin_decode_and_updates() -> None:
