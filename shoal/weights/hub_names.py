@@ -28,6 +28,7 @@ LIBRARY = {
     },
     "gemma2": {size: f"bartowski/gemma-2-{size}-it-GGUF" for size in ("9b", "2b", "27b")},
     "gemma3": {size: f"unsloth/gemma-3-{size}-it-GGUF" for size in ("4b", "270m", "1b", "12b", "27b")},
+    "gpt-oss": {"20b": "ggml-org/gpt-oss-20b-GGUF"},
     "granite3.3": {
         "8b": "ibm-granite/granite-3.3-8b-instruct-GGUF",
         "2b": "ibm-granite/granite-3.3-2b-instruct-GGUF",
@@ -43,6 +44,8 @@ LIBRARY = {
     "mistral-nemo": {"12b": "bartowski/Mistral-Nemo-Instruct-2407-GGUF"},
     "mistral-small": {"24b": "bartowski/Mistral-Small-24B-Instruct-2501-GGUF"},
     "olmo2": {"7b": "allenai/OLMo-2-1124-7B-Instruct-GGUF", "13b": "allenai/OLMo-2-1124-13B-Instruct-GGUF"},
+    "phi4": {"14b": "bartowski/phi-4-GGUF"},
+    "phi4-mini": {"3.8b": "bartowski/microsoft_Phi-4-mini-instruct-GGUF"},
     "qwen2.5": {
         size.lower(): f"bartowski/Qwen2.5-{size}-Instruct-GGUF"
         for size in ("7B", "0.5B", "1.5B", "3B", "14B", "32B", "72B")

@@ -367,7 +367,7 @@ def test_names_of_ollamas_library_are_repositories_of_the_hub(name, repo, tag):
         ("lama3.2", "did you mean 'llama3.2'?"),
         ("smolm2", "did you mean 'smollm2'?"),
         ("command-r:35b", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
-        ("phi4", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
+        ("orca-mini", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
     ],
 )
 def test_a_name_like_ollamas_says_what_to_type(name, words, hub, tmp_path, monkeypatch):
