@@ -505,7 +505,7 @@ def _split_slots(
         return tiles
     at_once = SLOT_PROGRAMS * gpu.sms
     most = min(MAX_PACKED_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
-    splits = at_once // (num_slots * cdiv(outs, tiles.outs))
+    splits = at_once // (max(1, num_slots) * cdiv(outs, tiles.outs))
     return replace(tiles, splits=max(1, min(most, splits)))
 
 
