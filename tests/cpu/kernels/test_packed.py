@@ -23,6 +23,7 @@ from shoal.kernels.matmul import gpu_weight, loaders, packed_linear
 from shoal.kernels.matmul.dispatch import GPU, MAX_SPLIT_TILES, After, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.gpu_weight import GpuWeight, GpuWeights
 from shoal.kernels.quant.ggml_types import GROUPS
+from shoal.kernels.quant.gguf_tensor import UNPACK
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import VALUES, Mxfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
@@ -81,7 +82,7 @@ MATRICES: dict[str, Callable[[], list[QuantizedTensor]]] = {
     "two mxfp4": lambda: [_mxfp4(37, 160), _mxfp4(11, 160)],
     "Q4_K and Q6_K": lambda: [_gguf("Q4_K", 16, 512), _gguf("Q6_K", 21, 512)],
     "Q4_0 and Q8_0": lambda: [_gguf("Q4_0", 16, 96), _gguf("Q8_0", 21, 96)],
-} | {kind: (lambda kind=kind: [_gguf(kind, 21, 512)]) for kind in GROUPS}
+} | {kind: (lambda kind=kind: [_gguf(kind, 21, 512)]) for kind in UNPACK}
 
 
 @pytest.fixture(params=MATRICES)

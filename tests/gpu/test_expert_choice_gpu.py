@@ -1,5 +1,5 @@
 """The choice of experts on a GPU, by the rules of published sizes. The oracle is plain PyTorch (reference.py), which
-tests/cpu/kernels/test_route.py compares with each family's router in transformers."""
+tests/cpu/kernels/test_expert_choice.py compares with each family's router in transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shoal.kernels.moe import reference
 from shoal.kernels.moe.mixture import RouterTensors
 from shoal.kinds.experts import Router
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RULES = {
     "gpt-oss-20b": (32, Router(4, scores="chosen", bias=True)),
     "qwen3-30b-a3b": (128, Router(8, renormalize=True)),
