@@ -127,7 +127,8 @@ def add_normed(
         out_TD,
         D=size,
         BLOCK=block,
-        num_warps=_warps(block),
+        # Wider rows would spill registers with as many warps as the other norms have.
+        num_warps=_warps(block) if block <= 8192 else 32,
         **pdl_options(),
     )
     return out_TD

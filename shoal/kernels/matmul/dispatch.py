@@ -485,6 +485,8 @@ def choose_expert_tiles(
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
+    if not gpu.hopper and block_rows == 128:  # Sums of gate and up beside each other spill there.
+        gate_up = replace(gate_up, outs=64)
     if not gpu.hopper and block_rows == 64:  # Rounds of two steps spill there.
         gate_up, down = (
             replace(tiles, columns=64) if of.bits == 4 else tiles
