@@ -127,8 +127,7 @@ def add_normed(
         out_TD,
         D=size,
         BLOCK=block,
-        # Wider rows would spill registers with as many warps as the other norms have.
-        num_warps=_warps(block) if block <= 8192 else 32,
+        num_warps=_warps(block),
         **pdl_options(),
     )
     return out_TD
