@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionKind | LatentKind:
-        """The attention of the first layer. All layers of the supported models have its heads."""
+        """The attention of the first layer."""
         return self.layers[0].mixer
 
     @property

@@ -82,7 +82,15 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         eos_token_ids=fields.ids("eos_token_id"),
         quantization=read_quantization(fields),
     )
-    return architecture.read(shared, fields)
+    model = architecture.read(shared, fields)
+    if model.activation != "silu" and any(
+        kind.experts is not None and kind.experts.activation.kind == "silu" for kind in model.layers
+    ):
+        raise CheckpointError(
+            f"{where}: hidden_act must be silu for the experts of {architecture.hf_class}, got "
+            f"{fields.get('hidden_activation') or fields.get('hidden_act')!r:.80}"
+        )
+    return model
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:

@@ -109,6 +109,8 @@ PRE_TOKENIZERS = {
 END_TOKENS = frozenset(
     {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 )
+# Harmony's messages end with "<|end|>", and its answers with one of these.
+HARMONY_END_TOKENS = frozenset({"<|return|>", "<|call|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -166,13 +168,14 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
-    """Returns every id that ends an answer: the ones named in the file, then special tokens of END_TOKENS."""
+    """Returns every id that ends an answer: the ones named in the file, then special tokens that do so in any
+    chat model."""
     named = [_id(metadata, key) for key in ("eos", "eot", "eom")]
-    known = [
-        i
-        for i, token in sorted(backend.get_added_tokens_decoder().items())
-        if token.special and token.content in END_TOKENS
-    ]
+    special = {
+        token.content: i for i, token in sorted(backend.get_added_tokens_decoder().items()) if token.special
+    }
+    ends = END_TOKENS | (HARMONY_END_TOKENS if special.keys() >= HARMONY_END_TOKENS else {"<|end|>"})
+    known = [i for text, i in special.items() if text in ends]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 

@@ -31,7 +31,7 @@ EMBEDDING = "model.embed_tokens.weight"
 TEXT_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 # Other parts than the text model: encoders and projectors of images and sounds, and draft heads.
 OTHER_PART = re.compile(
-    r"(?:model\.)?(?:vision|visual|image|audio|embed_vision|embed_audio|multi_modal|mm_|patch_merger|mtp\b)"
+    r"(?:model\.)?(?:vision|visual|image|audio|embed_vision|embed_audio|multi_modal|mm_|patch_merger|mtp[._])"
 )
 COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says

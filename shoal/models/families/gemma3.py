@@ -110,8 +110,14 @@ GEMMA2 = Architecture(
 GEMMA3 = Architecture(
     name="gemma3_text",
     hf_class="Gemma3ForCausalLM",
+    # The text model within the multimodal class names only the fields in which it differs from these.
     defaults={
         **DEFAULTS,
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
         "max_position_embeddings": 131072,
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,

@@ -35,9 +35,11 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     refuse_both_ways(fields)
     bias = fields.flag("attention_bias")
     kinds = list(config.layers)
-    kinds[-1] = next(
-        (kind for kind in kinds if kind.mixer.window is None), kinds[-1]
-    )  # as transformers has it
+    if all(kind.mixer.window is not None for kind in kinds):
+        raise CheckpointError(
+            f"{fields.where}: layer_types must have a full_attention layer, as the last one sees everything"
+        )
+    kinds[-1] = next(kind for kind in kinds if kind.mixer.window is None)  # as transformers has it
     layers = [_heads(kind, fields, i) for i, kind in enumerate(kinds)]
     experts = None
     if fields.flag("enable_moe_block"):

@@ -1,0 +1,47 @@
+"""Configs whose publishers leave out fields, or name values that a family does not have."""
+
+import pytest
+
+from shoal.errors import CheckpointError
+from shoal.models.config_json import config_from_json
+from shoal.weights.safetensors import OTHER_PART
+
+
+def test_the_text_model_of_gemma3_names_only_what_differs_from_its_class():
+    """Regression: the text_config of Gemma 3 4B, which lacks heads and vocabulary, was refused."""
+    text = dict(
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear"),
+    )  # fmt: skip
+    config = config_from_json(
+        dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text, vision_config={}), "test"
+    )
+    assert (config.attention.num_heads, config.vocab_size, config.hidden_size) == (8, 262208, 2560)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.mtp_emb_norm.0.weight", "model.mtp_block.0.mlp.up_proj.weight", "mtp.fc.weight"]
+)
+def test_draft_heads_of_any_name_are_other_parts(name):
+    """Regression: tensors of ERNIE 4.5's draft head were refused."""
+    assert OTHER_PART.match(name)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(scoring_func="softmax"), dict(topk_method="greedy"), dict(moe_layer_freq=2)], ids=str
+)
+def test_routers_that_deepseek_v3_does_not_have_are_refused(change):
+    """Regression: these fields were ignored, and the router was a sigmoid in every layer."""
+    fields = dict(architectures=["DeepseekV3ForCausalLM"], rope_theta=1e4, **change)
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        config_from_json(fields, "test")
+
+
+def test_experts_with_an_activation_that_they_do_not_compute_are_refused():
+    """Regression: hidden_act of Mixtral was read, and its experts computed SiLU."""
+    fields = dict(
+        architectures=["MixtralForCausalLM"], hidden_act="gelu_pytorch_tanh", vocab_size=10, hidden_size=32,
+        intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="hidden_act"):
+        config_from_json(fields, "test")
