@@ -88,7 +88,7 @@ def _attention(kind: AttentionKind | LatentKind, hidden: int) -> tuple[int, int,
     weights = hidden * queries if rank is None else rank * (hidden + queries)
     weights += hidden * (kind.head_dim + heads * kind.v_head_dim)
     weights += kind.kv_lora_rank * heads * (kind.qk_nope_head_dim + kind.v_head_dim)
-    # of the expanded form, which takes the fewest; decodes, which are absorbed, wait for memory
+    # The expanded form takes the fewest operations. Decodes are absorbed, and wait for memory.
     return weights, kind.head_dim, 2 * heads * (kind.query_dim + kind.v_head_dim)
 
 

@@ -11,9 +11,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.hashing import group_key
-from shoal.kv.blocks import BlockPool
-
 NO_BLOCK = -1  # in a table: the block was given back, or was never needed
 MOST_PADDING = 0.15  # share of the blocks of a kind of layer, if there is a choice
 MULTIPLES = (4, 2, 1)  # a group's tokens a block, in multiples of the engine's block_size
@@ -110,40 +107,3 @@ def _room(groups: Sequence[LayerGroup], num_blocks: int, chunk: int, max_model_l
         return sum(group.most_blocks(num_tokens, chunk) for group in groups) > num_blocks
 
     return bisect_left(range(max_model_len + 1), True, key=is_too_long) - 1
-
-
-def match(
-    pool: BlockPool, groups: Sequence[LayerGroup], keys: Sequence[bytes], block_size: int
-) -> tuple[list[list[int]], int]:
-    """Returns the blocks of the longest prefix for which each group has what the next position needs, a table
-    for each group, and the prefix's number of tokens. `keys` are the chain's, one for each `block_size`
-    tokens. Takes no reference."""
-    steps = [group.block_size // block_size for group in groups]
-    tables = [
-        [] if group.window else pool.match(group_key(key, g) for key in keys[step - 1 :: step])
-        for g, (group, step) in enumerate(zip(groups, steps))
-    ]
-    largest = max(group.block_size for group in groups)
-    ends = [len(t) * group.block_size for group, t in zip(groups, tables) if group.window is None]
-    end = min([len(keys) * block_size, *ends]) // largest * largest
-    found: list[dict[int, int]] = [{} for _ in groups]  # what groups with windows have, by index
-    lacks_any = True
-    while lacks_any:
-        lacks_any = False
-        for g, (group, step, blocks) in enumerate(zip(groups, steps, found)):
-            if group.window is None:
-                continue
-            for i in range(end // group.block_size - 1, group.first_block(end) - 1, -1):
-                if i not in blocks:
-                    block = pool.find(group_key(keys[(i + 1) * step - 1], g))
-                    if block is None:
-                        end, lacks_any = i * group.block_size // largest * largest, True
-                        break
-                    blocks[i] = block
-    for g, (group, blocks) in enumerate(zip(groups, found)):
-        num, first = end // group.block_size, group.first_block(end)
-        if group.window is None:
-            tables[g] = tables[g][:num]
-        else:
-            tables[g] = [NO_BLOCK] * min(first, num) + [blocks[i] for i in range(first, num)]
-    return tables, end

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.hashing import group_key
-from shoal.kv.groups import LayerGroup
+from shoal.kv.blocks import BlockPool
+from shoal.kv.groups import NO_BLOCK, LayerGroup
 
 
 class Place(NamedTuple):
@@ -40,11 +41,49 @@ def key_of(place: Place, groups: Sequence[LayerGroup], chain: Sequence[bytes], b
 def longest_end(groups: Sequence[LayerGroup], end: int, has: Callable[[Place], bool]) -> int:
     """Returns the most tokens up to `end` after which a sequence can continue with full blocks of all groups:
     `has` says whether the block at a place is there."""
-    largest = max(group.block_size for group in groups)
     for g, group in enumerate(groups):
         if group.window is None:
             num_full = end // group.block_size
             end = next((i for i in range(num_full) if not has(Place(g, i))), num_full) * group.block_size
+    return _end_for_windows(groups, end, has)
+
+
+def match(
+    pool: BlockPool, groups: Sequence[LayerGroup], keys: Sequence[bytes], block_size: int
+) -> tuple[list[list[int]], int]:
+    """Returns the blocks of the longest prefix for which each group has what the next position needs, a table
+    for each group, and the prefix's number of tokens. `keys` are the chain's, one for each `block_size`
+    tokens. Takes no reference."""
+    tables: list[list[int]] = []
+    end = len(keys) * block_size
+    for g, group in enumerate(groups):
+        step = group.block_size // block_size
+        own = () if group.window else (group_key(key, g) for key in keys[step - 1 :: step])
+        tables.append(pool.match(own))
+        if group.window is None:
+            end = min(end, len(tables[g]) * group.block_size)
+    found: dict[Place, int] = {}
+
+    def has(place: Place) -> bool:
+        block = pool.find(key_of(place, groups, keys, block_size))
+        if block is not None:
+            found[place] = block
+        return block is not None
+
+    end = _end_for_windows(groups, end, has)
+    for g, group in enumerate(groups):
+        num, first = end // group.block_size, group.first_block(end)
+        if group.window is None:
+            del tables[g][num:]
+        else:
+            tables[g] = [NO_BLOCK] * min(first, num) + [found[Place(g, i)] for i in range(first, num)]
+    return tables, end
+
+
+def _end_for_windows(groups: Sequence[LayerGroup], end: int, has: Callable[[Place], bool]) -> int:
+    """Returns the most tokens up to `end` after which groups with a window have all that they need, as a
+    multiple of the largest block."""
+    largest = max(group.block_size for group in groups)
     end = end // largest * largest
     known: dict[Place, bool] = {}
     lacks_any = True

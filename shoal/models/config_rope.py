@@ -92,9 +92,10 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         )
     rotary_dim = int(head_dim * share)
     if share > 1.0 or rotary_dim < 2 or (rotary_dim % 2 and kind != "proportional"):
-        raise CheckpointError(
-            f"{where}: partial_rotary_factor must leave pairs of head_dim {head_dim} to rotate, got {share:g}"
-        )
+        name, got = "partial_rotary_factor", f"{share:g}"
+        if fields.get("rotary_dim") is not None:
+            name, got = "rotary_dim", str(rotary_dim)
+        raise CheckpointError(f"{where}: {name} must leave pairs of head_dim {head_dim} to rotate, got {got}")
     if kind == "default":
         return RopeConfig(theta, partial=share)
     if kind == "linear":

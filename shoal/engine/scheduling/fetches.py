@@ -41,7 +41,7 @@ class Fetch:
     taken: list[int]  # the blocks that the sequence did not find in the cache
     num_asked: int  # sources that have been asked; the ones after these are asked for the blocks after these
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
-    needs_all: bool = False  # whether the blocks are of use only together, as those of several tables are
+    needs_all: bool = False  # blocks of several tables are of use only together
 
     def brings_enough(self, keys: list[bytes], index: int, end: int) -> bool:
         """Returns whether at least half of the fetch's blocks are of use to a sequence with these keys, which

@@ -14,7 +14,8 @@ from shoal.engine.scheduling.grouped_fetches import GroupedFetches
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import group_key
-from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk, match
+from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk
+from shoal.kv.places import match
 from shoal.stats import KvGroupStats, Stats
 
 
@@ -133,8 +134,8 @@ class GroupedBlocks(SequenceBlocks):
         self, seq: Sequence, tables: abc.Sequence[list[int]], num_computed: int, num_tokens: int
     ) -> list[int]:
         """Returns how many blocks each table lacks for `num_tokens` tokens and for what is left of a prompt.
-        A table of a group with a window has those of one chunk, so that a prompt needs no more blocks at once
-        later than with its first chunk."""
+        A table of a group with a window has the blocks of one chunk, so that a prompt needs no more blocks at
+        once later than with its first chunk."""
         whole = max(num_tokens, seq.num_tokens if seq.status is not SequenceStatus.DECODE else 0)
         reach = max(num_tokens, min(whole, num_computed + self.chunk))
         return [

@@ -3,9 +3,6 @@ correction bias."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
@@ -15,14 +12,6 @@ from shoal.models.mixtures import mixtral, olmoe
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    rope, head_dim = config.attention.rope, config.attention.head_dim
-    if rope is not None and fields.get("rotary_dim") is not None:  # in published configs
-        rotated = fields.count("rotary_dim", least=2)
-        if rotated > head_dim or rotated % 2:
-            raise CheckpointError(
-                f"{fields.where}: rotary_dim must be even and at most head_dim {head_dim}, got {rotated}"
-            )
-        config = config.with_attention(rope=replace(rope, partial=rotated / head_dim))
     router = Router(fields.count("num_experts_per_tok"), renormalize=True, scores="sigmoid", correction=True)
     experts = ExpertsKind(fields.count("num_experts"), config.intermediate_size, router)
     return with_experts(config, fields, experts)
