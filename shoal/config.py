@@ -161,6 +161,30 @@ class KVTransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How many tokens a step may draft for each sequence, and from what. Names and defaults are vLLM's, but
+    for `enable_adaptive_verification`, which is on by default."""
+
+    method: str  # "ngram", "suffix", "eagle3" or "mtp"
+    num_speculative_tokens: int  # the most drafts of a sequence in a step
+    # n-gram: how many last tokens an earlier place must have in common, both inclusive
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+    # suffix: the most tokens of match and drafts together
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000  # earlier answers that are kept for look-ups
+    suffix_decoding_max_spec_factor: float = 1.0  # drafts <= factor * tokens of the match
+    suffix_decoding_min_token_prob: float = 0.1  # drafts end where their estimated probability is lower
+    model: str | None = None  # the draft head's checkpoint
+    enable_adaptive_verification: bool = True  # drafts are as long as measured costs make worthwhile
+
+    @property
+    def queries(self) -> int:
+        """The most tokens of a decode in one step."""
+        return 1 + self.num_speculative_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """Defaults of structured outputs, which a request may override. Fields are vLLM's. Raises ConfigError."""
 
@@ -606,6 +630,7 @@ class ResolvedConfig(EngineConfig):
     structured_outputs_config: StructuredOutputsConfig
     keep_quantized: bool  # weights stay quantized in memory
     quantizes_weights: bool  # plain weights are quantized while they load
+    speculative: SpeculativeConfig | None  # None: a step computes one token of a decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def resolve_config(
         "structured_outputs_config": config.structured_outputs_config or StructuredOutputsConfig(),
     }
     resolved = ResolvedConfig(
-        **(options | filled_in), keep_quantized=keep_quantized, quantizes_weights=quantizes
+        **(options | filled_in), keep_quantized=keep_quantized, quantizes_weights=quantizes, speculative=None
     )
     plan = plan_cache(resolved, model)
     if resolved.num_gpu_blocks_override and len(plan.groups) > 1:

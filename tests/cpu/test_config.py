@@ -125,6 +125,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
         "quantizes_weights": False,
+        "speculative": None,
     }
 
 
