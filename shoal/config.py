@@ -162,8 +162,8 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How many tokens a step may draft for each sequence, and from what. Names and defaults are vLLM's, but
-    for `enable_adaptive_verification`, which is on by default."""
+    """Drafts: how many of them a step may have for each sequence, and where they are from. Names and defaults
+    are vLLM's, but for `enable_adaptive_verification`, which is on by default."""
 
     method: str  # "ngram", "suffix", "eagle3" or "mtp"
     num_speculative_tokens: int  # the most drafts of a sequence in a step
