@@ -29,6 +29,7 @@ SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 # options that only a worker of a fleet has
 WORKER_ONLY_OPTIONS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
@@ -366,6 +367,12 @@ class EngineConfig:
         "checkpoint's k_scale and v_scale, or 1",
         common=True,
         choices=KV_CACHE_DTYPES,
+    )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        'data type of the states of recurrent layers; "auto": the one that the model\'s config names, or '
+        "float32",
+        choices=STATE_DTYPES,
     )
     kv_events_config: KVEventsConfig | None = option(
         None,

@@ -14,6 +14,7 @@ from shoal.kinds.attention import OutputGate, QueryScaling
 from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.quantization import Quantization
+from shoal.kinds.recurrent import RecurrentKind
 from shoal.kinds.rope import RopeConfig
 
 
@@ -52,19 +53,28 @@ class AttentionKind:
         return self.num_kv_heads * self.kv_head_replicas(tp_size) // tp_size
 
 
+MixerKind = AttentionKind | LatentKind | RecurrentKind
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """A description of a layer: everything in which the layers of a model differ. Layers of equal kinds have
     tensors of the same shapes and launch the same kernels."""
 
-    # The engine asks any of them for num_heads, num_kv_heads, head_dim, planes, rope, rotary_dim, window,
-    # kv_layer and kv_heads_per_rank.
-    mixer: AttentionKind | LatentKind
+    mixer: MixerKind | None  # None: the layer is an MLP alone
     experts: ExpertsKind | None = None  # None: a dense MLP of ModelConfig.intermediate_size
     intermediate_size: int | None = None  # its dense MLP's; None: ModelConfig.intermediate_size
+    has_mlp: bool = True  # False: the layer is a mixer alone
+
+    @property
+    def attention(self) -> AttentionKind | LatentKind | None:
+        """The mixer if it has keys and values. The engine asks any of them for num_heads, num_kv_heads,
+        head_dim, planes, rope, rotary_dim, window, kv_layer and kv_heads_per_rank."""
+        return self.mixer if isinstance(self.mixer, AttentionKind | LatentKind) else None
 
     def with_attention(self, **changes: Any) -> LayerKind:
-        return replace(self, mixer=replace(self.mixer, **changes))
+        attention = self.attention
+        return self if attention is None else replace(self, mixer=replace(attention, **changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +119,8 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionKind | LatentKind:
-        """The attention of the first layer."""
-        return self.layers[0].mixer
+        """The attention of the first layer that has one."""
+        return next(kind.attention for kind in self.layers if kind.attention is not None)
 
     @property
     def experts(self) -> ExpertsKind | None:
@@ -118,5 +128,5 @@ class ModelConfig:
         return next((kind.experts for kind in self.layers if kind.experts is not None), None)
 
     def with_attention(self, **changes: Any) -> ModelConfig:
-        """Returns the config with these changes of every layer's attention."""
+        """Returns the config with these changes of every layer that has attention."""
         return replace(self, layers=tuple(kind.with_attention(**changes) for kind in self.layers))

@@ -96,7 +96,8 @@ NO_REPLICAS = "a server has one engine, and replicas are workers of a fleet"
 NO_EXPERT_RANKS = "the devices of tensor_parallel_size share each expert"
 TEXT_ALONE = "models here read only text"
 NO_ADAPTERS = "no adapters are loaded"
-NO_MAMBA = "models here have no layers of that kind"
+OWN_SNAPSHOTS = "states of recurrent layers are kept where later prompts continue"
+ROUNDED_TO_NEAREST = "states of recurrent layers are rounded to the nearest number"
 OWN_KERNELS = "kernels are chosen by device and model"
 OWN_LOADER = "weights are read by threads of Shoal's own loader"
 NEVER_SLICED = "a prompt longer than a step's budget is always computed in chunks"
@@ -315,8 +316,9 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
             "TORCH_SDPA": "cpu",
         },
     ),
-    *_idle("mamba_backend mamba_cache_philox_rounds", NO_MAMBA),
-    *_idle("enable_mamba_cache_stochastic_rounding", NO_MAMBA, "flag"),
+    *_idle("mamba_backend", OWN_KERNELS),
+    *_idle("mamba_cache_philox_rounds", ROUNDED_TO_NEAREST),
+    *_idle("enable_mamba_cache_stochastic_rounding", ROUNDED_TO_NEAREST, "flag"),
     _same("reasoning_parser", words={"": None, **dict.fromkeys(THINK_PARSERS, "qwen3")}),
     *_refused("reasoning_parser_plugin", ("",), "", NO_PLUGINS),
     *_idle(
@@ -383,7 +385,9 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_refused("calculate_kv_scales", OFF, "", "take a checkpoint with k_scale and v_scale", "flag"),
     *_refused("kv_cache_dtype_skip_layers", NO_VALUES, "", "use --kv-cache-dtype auto", "many"),
     *_idle("kv_sharing_fast_prefill", "models here do not share a KV cache between layers", "flag"),
-    *_idle("mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode", NO_MAMBA),
+    *_idle("mamba_cache_dtype", "the inputs of convolutions are kept in the model's dtype"),
+    _same("mamba_ssm_cache_dtype"),
+    *_idle("mamba_block_size mamba_cache_mode", OWN_SNAPSHOTS),
     _same("kv_offloading_size", own="kv_host_bytes", convert=_gib),
     *_refused(
         "kv_offloading_backend",

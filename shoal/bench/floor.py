@@ -2,17 +2,20 @@
 requests.
 
 A decode step takes the time of reading every weight once, or the time of its GEMMs if that is longer, and
-then the same for attention: the time of reading the cached keys and values once, or of its arithmetic. A
-prefill takes the time of its arithmetic. Other work counts as zero. The module has no torch.
+then the same for attention and recurrent layers: the time of reading the cached keys and values once, and
+of reading and writing the states, or of their arithmetic. A prefill takes the time of its arithmetic. Other
+work counts as zero. The module has no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.kinds.latent import LatentKind
+from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, RecurrentKind, ShortConvKind
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
 
@@ -52,20 +55,28 @@ class LayerWork:
     kv_numbers: int  # that the cache has of a token
     per_pair: int  # floating-point operations for a query and one key that it sees
     window: int | None  # how many positions a token sees, with its own; None: all before it
+    state_bytes: int = 0  # a sequence's, in a recurrent layer
+    per_state: int = 0  # floating-point operations that advance the state by a token
 
     @classmethod
     def of(cls, model: ModelConfig, kind: LayerKind) -> LayerWork:
         experts, hidden = kind.experts, model.hidden_size
-        dense, kv_numbers, per_pair = _attention(kind.mixer, hidden)
+        dense = kv_numbers = per_pair = state_bytes = per_state = 0
+        if kind.attention is not None:
+            dense, kv_numbers, per_pair = _attention(kind.attention, hidden)
+        elif isinstance(kind.mixer, RecurrentKind):
+            dense, state_bytes, per_state = _recurrence(kind.mixer, hidden)
         expert = num_experts = chosen = 0
         if experts is None:
-            dense += 3 * hidden * model.intermediate_size
+            dense += 3 * hidden * model.intermediate_size if kind.has_mlp else 0
         else:
             expert, num_experts = 3 * hidden * experts.intermediate_size, experts.num_experts
             chosen, dense = experts.router.top_k, dense + hidden * num_experts
             if experts.shared is not None:
                 dense += 3 * hidden * experts.shared.intermediate_size
-        return cls(dense, expert, num_experts, chosen, kv_numbers, per_pair, kind.mixer.window)
+        window = None if kind.attention is None else kind.attention.window
+        shape = dense, expert, num_experts, chosen, kv_numbers, per_pair
+        return cls(*shape, window, state_bytes, per_state)
 
     def seen(self, num_keys: int) -> int:
         """Returns how many of the keys up to its own a token sees."""
@@ -90,6 +101,22 @@ def _attention(kind: AttentionKind | LatentKind, hidden: int) -> tuple[int, int,
     weights += kind.kv_lora_rank * heads * (kind.qk_nope_head_dim + kind.v_head_dim)
     # The expanded form takes the fewest operations. Decodes are absorbed, and wait for memory.
     return weights, kind.head_dim, 2 * heads * (kind.query_dim + kind.v_head_dim)
+
+
+def _recurrence(kind: RecurrentKind, hidden: int) -> tuple[int, int, int]:
+    """Returns a recurrent layer's weights, the bytes of its state, and the operations of a token on it.
+    States have four bytes a number, and inputs of convolutions two."""
+    channels, taps = kind.conv_shape(1)
+    state = 0 if isinstance(kind, ShortConvKind) else math.prod(kind.state_shape(1))
+    if isinstance(kind, DeltaKind):
+        values = kind.num_value_heads * kind.value_dim
+        weights = hidden * (channels + 2 * values + 2 * kind.num_value_heads)
+    elif isinstance(kind, Mamba2Kind):
+        weights = hidden * (channels + 2 * kind.inner_size + kind.num_heads)
+    else:
+        weights = hidden * 4 * channels
+    # The decay of the state, the sum with an outer product, and the matmuls with one vector or two.
+    return weights, 2 * channels * taps + 4 * state, 7 * state
 
 
 class Floor:
@@ -125,7 +152,8 @@ class Floor:
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
         """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits
         of the last one."""
-        operations, numbers = num_tokens * self._per_token + 2 * self._head, 0
+        per_token = self._per_token + sum(layer.per_state for layer in self._layers)
+        operations, numbers = num_tokens * per_token + 2 * self._head, 0
         for layer in self._layers:
             operations += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
             numbers += (2 * num_tokens + layer.seen(cached)) * layer.kv_numbers
@@ -135,8 +163,12 @@ class Floor:
         """Returns the cost of one step of sequences that have these numbers of tokens in the cache, of which
         they share the first `shared`. Shared ones are read once."""
         num_seqs = len(contexts)
-        numbers = attention = experts = 0.0
+        numbers = attention = experts = states = 0.0
         for layer in self._layers:
+            attention, states = (
+                attention + num_seqs * layer.per_state,
+                states + 2 * layer.state_bytes * num_seqs,
+            )
             seen = sum(map(layer.seen, contexts))
             read_twice = sum(max(0, shared - (context - layer.seen(context))) for context in contexts[1:])
             attention += seen * layer.per_pair
@@ -148,7 +180,7 @@ class Floor:
         if experts:
             weights += experts / self._all_experts * self._expert_bytes
         products = num_seqs * (self._per_token + 2 * self._head)
-        return self._phase(weights, products) + self._phase(numbers * self._kv_bytes, attention)
+        return self._phase(weights, products) + self._phase(numbers * self._kv_bytes + states, attention)
 
     def _phase(self, bytes_moved: float, operations: float) -> Cost:
         return Cost(

@@ -16,6 +16,7 @@ import torch
 
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
 from shoal.engine.runner.cache_plan import CachePlan, plan_cache
+from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
@@ -160,6 +161,7 @@ def _check_memory(
     blocks = -(-config.max_model_len // plan.block_size)  # entries of a table of the longest sequence
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks, len(plan.groups)).row_stride
+    row += plan_states(config, model).row_bytes
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
         ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
@@ -179,7 +181,7 @@ def _check_memory(
     else:
         weights = num_weights(model) * itemsize
     weights //= ranks if gpu else 1  # on the CPU ranks share the memory
-    ropes = {(kind.mixer.rope, kind.mixer.rotary_dim) for kind in model.layers}
+    ropes = {(a.rope, a.rotary_dim) for kind in model.layers if (a := kind.attention) is not None}
     angles = config.max_model_len * sum(size for _, size in ropes)
     tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks * len(plan.groups))
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
@@ -214,7 +216,7 @@ def _longest(model: ModelConfig) -> int:
     """Returns how many positions the model is good for. Scaled rope reaches beyond max_position_embeddings;
     the rule is vLLM's."""
     longest = trained = model.max_position_embeddings
-    for rope in {kind.mixer.rope for kind in model.layers}:
+    for rope in {kind.attention.rope for kind in model.layers if kind.attention is not None}:
         if rope is None:
             continue
         scaled = {

@@ -56,6 +56,34 @@ def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 @triton.jit
+def _copy_rows_kernel(
+    dst_ptr, dst_rows_ptr, src_ptr, src_rows_ptr, dst_stride, src_stride, size, BLOCK: tl.constexpr
+):
+    """Sizes are in int64s. A row may be many megabytes, so offsets have 64 bits."""
+    dst_row = tl.load(dst_rows_ptr + tl.program_id(1)).to(tl.int64)
+    if dst_row < 0:
+        return
+    src_row = tl.load(src_rows_ptr + tl.program_id(1)).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(src_ptr + src_row * src_stride + i, mask=i < size)
+    tl.store(dst_ptr + dst_row * dst_stride + i, words, mask=i < size)
+
+
+def copy_rows(
+    dst: torch.Tensor, dst_rows_K: torch.Tensor, src: torch.Tensor, src_rows_K: torch.Tensor
+) -> None:
+    """As reference.copy_rows."""
+    assert dst.dtype == src.dtype == torch.uint8 and dst.shape[1] == src.shape[1] and dst.shape[1] % 16 == 0
+    assert dst.stride(1) == src.stride(1) == 1 and len(dst_rows_K) == len(src_rows_K)
+    dst, src = dst.view(torch.int64), src.view(torch.int64)
+    size = dst.shape[1]
+    if size and len(dst_rows_K):
+        _copy_rows_kernel[(cdiv(size, 4096), len(dst_rows_K))](
+            dst, dst_rows_K, src, src_rows_K, dst.stride(0), src.stride(0), size, BLOCK=4096, num_warps=8
+        )
+
+
+@triton.jit
 def _begin_decode_kernel(
     rows_ptr, table_ptr, tokens_ptr, positions_ptr, kv_lens_ptr, table_stride, B, BLOCK: tl.constexpr
 ):

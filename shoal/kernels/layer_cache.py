@@ -1,4 +1,5 @@
-"""`LayerCache`: where the keys and values of one layer lie in the paged cache."""
+"""The memory of one layer: `LayerCache`, its keys and values in the paged cache, or `LayerState`,
+its states in the rows of running sequences."""
 
 from __future__ import annotations
 
@@ -18,3 +19,16 @@ class LayerCache:
     # float32 [2, G]: the cache has fp8 numbers (reference.py: `to_fp8`), kv head g's to be multiplied by
     # scales_2G[0, g] (keys) and scales_2G[1, g] (values). None: the cache has plain numbers.
     scales_2G: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerState:
+    """A view of the state rows for one recurrent layer, made once, as a LayerCache is. There are R rows, as
+    in the batch state, and a spare one, which padding (row -1) writes. A sequence whose first token of a step
+    is at position 0 begins from zeros, whatever its row holds. C channels, W width of the convolution."""
+
+    conv_RCW: torch.Tensor  # [R + 1, C, W - 1]: the last inputs of the convolution, the oldest first
+    state_R: torch.Tensor | None  # [R + 1, heads, ...]; None: the layer is a convolution alone
+
+
+LayerMemory = LayerCache | LayerState | None  # None: the layer keeps nothing

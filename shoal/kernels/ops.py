@@ -184,6 +184,10 @@ class Ops(Protocol):
 
     def copy_ints(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
 
+    def copy_rows(
+        self, dst: torch.Tensor, dst_rows_K: torch.Tensor, src: torch.Tensor, src_rows_K: torch.Tensor
+    ) -> None: ...
+
     def begin_decode(
         self,
         rows_B: torch.Tensor,

@@ -151,6 +151,15 @@ def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src)
 
 
+def copy_rows(
+    dst: torch.Tensor, dst_rows_K: torch.Tensor, src: torch.Tensor, src_rows_K: torch.Tensor
+) -> None:
+    """dst[dst_rows_K[k]] = src[src_rows_K[k]] for each k whose row in dst is not -1. No row in dst may come
+    twice, and the two tensors must not overlap. Both are uint8, with rows of one size, a multiple of 16."""
+    kept = dst_rows_K >= 0
+    dst[dst_rows_K[kept].long()] = src[src_rows_K[kept].long()]
+
+
 def begin_decode(
     rows_B: torch.Tensor,
     table: torch.Tensor,

@@ -1,7 +1,7 @@
 """The ops on a GPU: see ops.py for the list, the reference.py of each room for what each means."""
 
 from shoal.kernels.activation import embed, gate_mul, soft_cap
-from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
+from shoal.kernels.batch import apply_updates, begin_decode, copy_ints, copy_rows
 from shoal.kernels.gate import gate_output
 from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
@@ -28,6 +28,7 @@ __all__ = [
     "ban_words",
     "begin_decode",
     "copy_ints",
+    "copy_rows",
     "embed",
     "gate_mul",
     "gate_output",

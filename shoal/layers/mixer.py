@@ -11,12 +11,10 @@ from shoal.layers.attention import Attention, attention_shape
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.latent import LatentAttention, latent_shape
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, ModelConfig
-
-MixerKind = AttentionKind | LatentKind
+from shoal.model_config import AttentionKind, MixerKind, ModelConfig
 
 
-def mixer_shape(kind: MixerKind, tp_size: int) -> AttentionShape | LatentKind:
+def mixer_shape(kind: AttentionKind | LatentKind, tp_size: int) -> AttentionShape | LatentKind:
     """The key of the layer's backend on each rank."""
     return latent_shape(kind, tp_size) if isinstance(kind, LatentKind) else attention_shape(kind, tp_size)
 
@@ -26,5 +24,6 @@ def build_mixer(
 ) -> nn.Module:
     if isinstance(kind, LatentKind):
         return LatentAttention(config, kind, tp, ops, backends)
+    assert isinstance(kind, AttentionKind)
     attention = Attention if kind.gate is None else GatedAttention
     return attention(config, kind, tp, ops, backends)

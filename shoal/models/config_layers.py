@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from shoal.errors import CheckpointError
+from shoal.kinds.latent import LatentKind
+from shoal.model_config import AttentionKind, LayerKind
 from shoal.models.config_fields import ConfigFields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,3 +41,9 @@ def check_length(fields: ConfigFields, kinds: tuple[str, ...], num_layers: int) 
 def full_every(step: int, num_layers: int) -> tuple[str, ...]:
     """Each step-th layer sees all positions, and the others slide."""
     return tuple(SLIDING if (i + 1) % step else FULL for i in range(num_layers))
+
+
+def attention_of(kind: LayerKind) -> AttentionKind | LatentKind:
+    """Returns the attention of a layer of a model whose layers all have one."""
+    assert kind.attention is not None
+    return kind.attention

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import LayerMemory
 from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
 from shoal.layers.embedding import Vocabulary
@@ -90,14 +90,18 @@ class Decoder(nn.Module):
     def allocate_ropes(self, max_position: int) -> None:
         """Makes each layer's table of rotary angles for this many positions. Layers of the same rope share a
         table. No checkpoint brings tables back, so they must not sleep with the weights."""
-        attentions = [kind.mixer for kind in self.config.layers]
-        tables = {(a.rope, a.rotary_dim): rope_table(a, max_position) for a in dict.fromkeys(attentions)}
-        self.ropes = tuple(tables[a.rope, a.rotary_dim] for a in attentions)
+        attentions = [kind.attention for kind in self.config.layers]
+        tables = {
+            (a.rope, a.rotary_dim): rope_table(a, max_position)
+            for a in dict.fromkeys(attentions)
+            if a is not None
+        }
+        self.ropes = tuple(None if a is None else tables[a.rope, a.rotary_dim] for a in attentions)
 
     def forward(
         self,
         step: StepInput,
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerMemory],
         select_S: torch.Tensor | None = None,
         after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:

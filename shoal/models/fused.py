@@ -23,8 +23,9 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
         return None
     plain = AttentionKind(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale, mixer.rope)
     for other in (kind.mixer for kind in config.layers):
-        is_plain = other == replace(plain, rope=other.rope, window=other.window)
-        if not is_plain or other.rotary_dim != other.head_dim:
+        if not isinstance(other, AttentionKind) or other.rotary_dim != other.head_dim:
+            return None
+        if other != replace(plain, rope=other.rope, window=other.window):
             return None
     for layer in layers:
         if type(layer) not in (DecoderLayer, SandwichLayer) or not isinstance(layer.mlp, MLP):

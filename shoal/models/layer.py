@@ -30,6 +30,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
+        assert kind.mixer is not None and kind.has_mlp
         self.self_attn = build_mixer(config, kind.mixer, tp, ops, backends)
         experts = kind.experts
         self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)

@@ -9,9 +9,9 @@ little: one layer is built of each kind, and shapes come one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -61,10 +61,12 @@ def _without_layers(config: ModelConfig) -> Decoder:
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> nn.Module:
-    shape = mixer_shape(kind.mixer, 1)
-    backend = TorchLatentBackend(shape) if isinstance(shape, LatentKind) else TorchBackend(shape)
+    backends: dict[Hashable, Any] = {}
+    if kind.attention is not None:
+        shape = mixer_shape(kind.attention, 1)
+        backends[shape] = TorchLatentBackend(shape) if isinstance(shape, LatentKind) else TorchBackend(shape)
     with torch.device("meta"):
-        return build_layer(config, kind, TensorParallel.single(), OPS, {shape: backend})
+        return build_layer(config, kind, TensorParallel.single(), OPS, backends)
 
 
 def _count(module: nn.Module) -> int:

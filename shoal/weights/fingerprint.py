@@ -19,7 +19,7 @@ import xxhash
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.rope import RopeConfig
-from shoal.model_config import AttentionKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, MixerKind, ModelConfig
 from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
 from shoal.weights.source import CheckpointFiles
@@ -113,7 +113,7 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
         "head_dim": attention.head_dim,
         "rope": None if attention.rope is None else _counting(attention.rope),
         "attention_multiplier": None if attention.scale == usual_scale else attention.scale,
-        "windows": tuple(kind.mixer.window for kind in config.layers),
+        "windows": tuple(kind.attention and kind.attention.window for kind in config.layers),
         "num_experts": 0 if experts is None else experts.num_experts,
         "num_experts_per_tok": 0 if experts is None else experts.router.top_k,
         "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
@@ -129,9 +129,10 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     fields["mlp_only_layers"] = tuple(i - 1 for i in every if i not in sparse)
     first = _without_window(attention)
     if any(
-        _without_window(kind.mixer) != first or kind.experts not in (None, experts) for kind in config.layers
+        _without_window(kind.mixer) != first or kind.experts not in (None, experts) or not kind.has_mlp
+        for kind in config.layers
     ):
-        fields["layers"] = tuple(asdict(kind) for kind in config.layers)
+        fields["layers"] = tuple(_described(kind) for kind in config.layers)
     return sorted(fields.items())
 
 
@@ -154,5 +155,12 @@ def _plain_attention(attention: AttentionKind | LatentKind) -> AttentionKind:
     return AttentionKind(*heads, attention.scale, attention.rope, attention.window)
 
 
-def _without_window(kind: AttentionKind | LatentKind) -> AttentionKind | LatentKind:
-    return kind if isinstance(kind, LatentKind) else replace(kind, window=None)
+def _without_window(kind: MixerKind | None) -> MixerKind | None:
+    return replace(kind, window=None) if isinstance(kind, AttentionKind) else kind
+
+
+def _described(kind: LayerKind) -> dict[str, object]:
+    fields = asdict(kind)
+    if kind.has_mlp:
+        del fields["has_mlp"]
+    return fields

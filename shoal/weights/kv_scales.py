@@ -32,8 +32,12 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
     if files.file is not None:  # GGUF has no such tensors
         return None
     config, found = files.config, False
-    mixers = [kind.mixer for kind in config.layers]
-    scales = [torch.full((2, m.num_kv_heads), 0.0 if m.kv_layer is None else 1.0) for m in mixers]
+    attentions = [kind.attention for kind in config.layers]
+    num_heads = [0 if attention is None else attention.num_kv_heads for attention in attentions]
+    scales = [
+        torch.full((2, heads), 0.0 if attention is None or attention.kv_layer is None else 1.0)
+        for heads, attention in zip(num_heads, attentions)
+    ]
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
         if (match := NAME.fullmatch(name)) is None:
             continue
@@ -43,7 +47,7 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
                 f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is "
                 "it another model's file?"
             )
-        num_kv_heads = mixers[layer].num_kv_heads
+        num_kv_heads = num_heads[layer]
         if len(values) not in (1, num_kv_heads):
             raise CheckpointError(
                 f"{files.path}: {name} has shape {list(tensor.shape)}, but a scale of the KV cache is one "

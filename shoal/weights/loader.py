@@ -141,7 +141,8 @@ def is_unread(name: str, config: ModelConfig) -> bool:
     part = KEY_OR_VALUE.match(name)
     if part is None or int(part[1]) >= config.num_layers:
         return False
-    return config.layers[int(part[1])].mixer.kv_layer is not None
+    attention = config.layers[int(part[1])].attention
+    return attention is not None and attention.kv_layer is not None
 
 
 def is_draft(name: str, config: ModelConfig) -> bool:

@@ -88,25 +88,25 @@ def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
     """Returns the plan of a rank's cache of one block, but for the scales of an fp8 cache. Raises LayoutError
     if the ranks can't share the model's KV heads."""
     kinds: list[CacheKind | None] = []
-    alone: list[CacheSpec] = []  # a cache of each layer
-    for kind in model.layers:
-        mixer = kind.mixer
-        alone.append(
-            CacheSpec(
-                layout=Layout.WHOLE_BLOCKS,
-                num_layers=1,
-                num_heads=mixer.num_kv_heads,
-                head_dim=mixer.head_dim,
-                dtype=config.dtype if config.kv_cache_dtype == "auto" else FP8,
-                block_size=config.block_size,
-                tp_rank=tp_rank,
-                tp_size=config.tensor_parallel_size,
-                planes=mixer.planes,
-            )
+    alone: dict[int, CacheSpec] = {}  # a cache of each layer
+    for i, kind in enumerate(model.layers):
+        attention = kind.attention
+        if attention is None or attention.kv_layer is not None:
+            kinds.append(None)
+            continue
+        alone[i] = CacheSpec(
+            layout=Layout.WHOLE_BLOCKS,
+            num_layers=1,
+            num_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            dtype=config.dtype if config.kv_cache_dtype == "auto" else FP8,
+            block_size=config.block_size,
+            tp_rank=tp_rank,
+            tp_size=config.tensor_parallel_size,
+            planes=attention.planes,
         )
-        shape = mixer.planes, mixer.num_kv_heads, mixer.head_dim
-        own = CacheKind(alone[-1].token_layer_bytes, mixer.window, shape)
-        kinds.append(own if mixer.kv_layer is None else None)
+        shape = attention.planes, attention.num_kv_heads, attention.head_dim
+        kinds.append(CacheKind(alone[i].token_layer_bytes, attention.window, shape))
     groups, block_bytes = make_groups(kinds, config.block_size)
     specs = []
     for group in groups:
@@ -122,4 +122,5 @@ def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> list[torch.T
     found = None if config.load_format == "dummy" else kv_scales(files)
     if found is not None:
         return found
-    return [torch.ones(kind.mixer.planes, kind.mixer.num_kv_heads) for kind in files.config.layers]
+    attentions = (kind.attention for kind in files.config.layers)
+    return [torch.ones((2, 0) if a is None else (a.planes, a.num_kv_heads)) for a in attentions]

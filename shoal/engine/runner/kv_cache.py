@@ -3,14 +3,14 @@ block holds. Block ids are kv/blocks.py's; rank_kv.py and rank_peers.py copy blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from shoal.engine.runner.cache_plan import CachePlan
 from shoal.errors import ConfigError
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import LayerCache, LayerState
 from shoal.kv.layout import ITEM_BYTES
 from shoal.kv.storage import Memory, StorageError, memory_of, shared_memory
 from shoal.kv.view import BlockView
@@ -20,8 +20,8 @@ from shoal.model_config import LayerKind
 class KvCache:
     """`blocks` is the memory of all groups, [blocks, numbers of a block]: a block is one contiguous range,
     and belongs to a group at a time. To group g it is the shape of `plan.specs[g]`, [layers, planes, kv
-    heads, block_size, head_dim], and padding. `layers` has a view of the blocks for each layer. There is one
-    block until `allocate`.
+    heads, block_size, head_dim], and padding. There is one block until `allocate`. `layers` has the memory of
+    each layer: a view of the blocks, or if the layer is recurrent, of `states`.
 
     `scales`: the scales of an fp8 cache, for each layer [2, kv heads of the model].
 
@@ -33,11 +33,12 @@ class KvCache:
         plan: CachePlan,
         kinds: Sequence[LayerKind],
         scales: Sequence[torch.Tensor] | None,
+        states: Mapping[int, LayerState],
         device: torch.device,
         is_shared: bool = False,
     ) -> None:
         self.plan = plan
-        self._kinds, self._device, self._is_shared = kinds, device, is_shared
+        self._kinds, self._device, self._is_shared, self._states = kinds, device, is_shared, states
         self._scales: dict[int, torch.Tensor] = {}
         if scales is not None:
             for group, spec in zip(plan.groups, plan.specs, strict=True):
@@ -69,10 +70,10 @@ class KvCache:
         for g, (group, spec) in enumerate(zip(plan.groups, plan.specs, strict=True)):
             size = (spec.block_bytes - spec.padding) // ITEM_BYTES[spec.dtype]
             for i, view in zip(group.layers, self.blocks[:, :size].view(spec.shape).unbind(1), strict=True):
-                window = self._kinds[i].mixer.window
-                layers[i] = LayerCache(view, table=g, window=window, scales_2G=self._scales.get(i))
-        sources = (kind.mixer.kv_layer for kind in self._kinds)
-        self.layers = tuple(layers[i if source is None else source] for i, source in enumerate(sources))
+                layers[i] = LayerCache(view, g, group.window, self._scales.get(i))
+        memory: dict[int, LayerCache | LayerState] = {**layers, **self._states}
+        sources = (None if kind.attention is None else kind.attention.kv_layer for kind in self._kinds)
+        self.layers = tuple(memory.get(i if source is None else source) for i, source in enumerate(sources))
 
     def _host_memory(self, num_bytes: int) -> Memory:
         if self._is_shared:

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.whole_rows import WholeRowSampler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.memory.regions import Regions as VirtualRegions
@@ -32,8 +33,10 @@ MADV_DONTNEED = 4
 class RankMemory:
     """One rank's part in sleep, which engine/lifecycle/sleep.py commands."""
 
-    def __init__(self, regions: Regions, whole_rows: WholeRowSampler, device: torch.device) -> None:
-        self.regions, self.whole_rows, self.device = regions, whole_rows, device
+    def __init__(
+        self, regions: Regions, whole_rows: WholeRowSampler, states: StateRows, device: torch.device
+    ) -> None:
+        self.regions, self.whole_rows, self.states, self.device = regions, whole_rows, states, device
 
     def release(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying the memory of the tags in `kept` to the host. A tag
@@ -55,6 +58,7 @@ class RankMemory:
             report = self.regions.take(list(tags))
         if "kv_cache" in tags:
             self.whole_rows.memory_is_new()
+            self.states.memory_is_new()
         return report
 
     def wait_for_host(self) -> float:

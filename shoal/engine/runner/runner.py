@@ -31,6 +31,7 @@ from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.sampling import Sampler
+from shoal.engine.runner.state_rows import StateRows, plan_states
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps
 from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
@@ -92,7 +93,7 @@ class ModelRunner:
                 config,
                 self.device,
                 self.dtype,
-                [mixer_shape(kind.mixer, tp.size) for kind in model.layers],
+                [mixer_shape(a, tp.size) for kind in model.layers if (a := kind.attention) is not None],
                 # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self.regions.holding, "kv_cache"),
             )
@@ -138,9 +139,10 @@ class ModelRunner:
                 plan.groups[0].block_size,
                 plan.keeps_all,
             )
+            self.states = StateRows(plan_states(config, model), self.max_num_seqs, ops, self.device)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
-        self.cache = KvCache(plan, model.layers, scales, self.device, is_shared)
+        self.cache = KvCache(plan, model.layers, scales, self.states.layers, self.device, is_shared)
         self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
@@ -163,8 +165,8 @@ class ModelRunner:
         # On a CPU a region gets a function that returns its tensors; on a GPU it knows its content. It calls
         # the function whenever it needs them, because `allocate` makes another cache later.
         self.regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
-        self.regions.adopt("kv_cache", lambda: [self.cache.blocks])
-        self.memory = RankMemory(self.regions, self.whole_rows, self.device)
+        self.regions.adopt("kv_cache", lambda: [self.cache.blocks, *self.states.tensors])
+        self.memory = RankMemory(self.regions, self.whole_rows, self.states, self.device)
         self.weights = RankWeights(self.model, tp, self.device)
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
@@ -247,7 +249,7 @@ class ModelRunner:
     def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
         del self.model, self.state, self.whole_rows, self.sampler, self.cache, self.steps, self.memory
-        del self.weights, self._kv, self._peers
+        del self.states, self.weights, self._kv, self._peers
         gc.collect()
         self.regions.close()
         if self.device.type == "cuda":

@@ -13,7 +13,7 @@ from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_s
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
-from shoal.kernels.reference import apply_updates, copy_ints, embed
+from shoal.kernels.reference import apply_updates, copy_ints, copy_rows, embed
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
 from shoal.kernels.sampling.bad_words import ban_words
@@ -34,6 +34,7 @@ __all__ = [
     "ban_words",
     "begin_decode",
     "copy_ints",
+    "copy_rows",
     "embed",
     "gate_mul",
     "gate_output",

@@ -14,7 +14,7 @@ from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, full_every
+from shoal.models.config_layers import FULL, attention_of, full_every
 from shoal.models.families.gemma3 import refuse_both_ways
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     refuse_both_ways(fields)
     bias = fields.flag("attention_bias")
     kinds = list(config.layers)
-    if all(kind.mixer.window is not None for kind in kinds):
+    if all(attention_of(kind).window is not None for kind in kinds):
         raise CheckpointError(
             f"{fields.where}: layer_types must have a full_attention layer, as the last one sees everything"
         )
-    kinds[-1] = next(kind for kind in kinds if kind.mixer.window is None)  # as transformers has it
+    kinds[-1] = next(kind for kind in kinds if attention_of(kind).window is None)  # as transformers has it
     layers = [_heads(kind, fields, i) for i, kind in enumerate(kinds)]
     experts = None
     if fields.flag("enable_moe_block"):
@@ -96,10 +96,10 @@ def _shared(layers: list[LayerKind], config: ModelConfig, fields: ConfigFields) 
     them. Their MLPs may be twice as wide."""
     count = fields.count("num_kv_shared_layers", 0, least=0)
     first = len(layers) - count
-    sources = {layers[i].mixer.window: i for i in range(max(first, 0))}
+    sources = {attention_of(layers[i]).window: i for i in range(max(first, 0))}
     wide = 2 * config.intermediate_size if fields.flag("use_double_wide_mlp") else None
     for i in range(max(first, 0), len(layers)):
-        source = sources.get(layers[i].mixer.window)
+        source = sources.get(attention_of(layers[i]).window)
         if source is None:
             raise CheckpointError(
                 f"{fields.where}: num_kv_shared_layers must leave a layer of each type before them, got "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.config_layers import FULL, SLIDING, attention_of
 from shoal.models.families import granite
 
 
@@ -21,7 +21,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 def with_theta(kind: LayerKind, theta: ConfigFields) -> LayerKind:
     """Returns the kind with a layer's own theta; 0 is a layer that does not rotate q and k."""
-    rope = kind.mixer.rope
+    rope = attention_of(kind).rope
     if rope is None or theta.get("layer_rope_theta") == 0:
         return kind.with_attention(rope=None)
     return kind.with_attention(rope=replace(rope, theta=theta.number("layer_rope_theta")))

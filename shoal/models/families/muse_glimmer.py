@@ -10,7 +10,7 @@ from shoal.kinds.attention import OutputGate
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, full_every
+from shoal.models.config_layers import FULL, attention_of, full_every
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         logits_scaling=1.0 / fields.number("output_multiplier"),
         logits_softcap=fields.number("final_logit_softcapping"),
         layers=tuple(
-            kind.with_attention(rope=kind.mixer.rope if rotates else None)
+            kind.with_attention(rope=attention_of(kind).rope if rotates else None)
             for kind, rotates in zip(config.layers, rotated(fields, config.num_layers))
         ),
     )

@@ -89,7 +89,7 @@ def test_groups_of_unlike_layers_fill_equal_blocks_of_one_memory():
         ((3, 4), 32, 20),
     ]
     assert len({spec.block_bytes for spec in plan.specs}) == 1
-    cache = KvCache(plan, MIXED, None, torch.device("cpu"))
+    cache = KvCache(plan, MIXED, None, {}, torch.device("cpu"))
     cache.allocate(7)
     assert cache.blocks.shape == (7, plan.block_bytes // 4)
     cached = [i for group in plan.groups for i in group.layers]
@@ -110,7 +110,7 @@ def test_groups_of_unlike_layers_fill_equal_blocks_of_one_memory():
 def test_layers_of_a_group_lie_apart_within_a_block(layers, padded):
     plan = plan_cache(*resolved(*layers))
     assert sum(spec.padding > 0 for spec in plan.specs) == padded
-    cache = KvCache(plan, layers, None, torch.device("cpu"))
+    cache = KvCache(plan, layers, None, {}, torch.device("cpu"))
     cache.allocate(3)
     for group, spec in zip(plan.groups, plan.specs, strict=True):
         cache.blocks.zero_()

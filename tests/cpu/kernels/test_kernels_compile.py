@@ -237,6 +237,8 @@ def _batch() -> None:
     state = _ints(layout.size)
     triton_ops.apply_updates(state, _ints(7), _ints(7))
     triton_ops.copy_ints(_ints(2000), _ints(2000))
+    rows = torch.zeros(3, 512, dtype=torch.uint8)
+    triton_ops.copy_rows(rows, _ints(2), rows.clone(), _ints(2))
     triton_ops.begin_decode(layout.active(state)[:3], layout.table(state), _ints(3), _ints(3), _ints(3))
 
 

@@ -243,6 +243,21 @@ def test_copied_ints_are_equal_and_nothing_behind_them_is_touched(size: int) -> 
     assert torch.equal(dst[:size], src) and (dst[size:] == 9).all()
 
 
+@pytest.mark.parametrize("row_bytes", [256, 512 * 129])
+def test_copied_rows_are_equal_and_other_rows_stay(row_bytes: int) -> None:
+    src = torch.randint(0, 256, (5, row_bytes), dtype=torch.uint8)
+    dst = torch.full((4, 2 * row_bytes), 9, dtype=torch.uint8)[:, :row_bytes]
+    dst_rows, src_rows = (
+        torch.tensor([3, -1, 0], dtype=torch.int32),
+        torch.tensor([1, 4, 2], dtype=torch.int32),
+    )
+    expected = dst.clone()
+    reference.copy_rows(expected, dst_rows, src, src_rows)
+    triton_ops.copy_rows(dst, dst_rows, src, src_rows)
+    assert torch.equal(dst, expected) and torch.equal(dst[3], src[1]) and torch.equal(dst[0], src[2])
+    assert (dst[1:3] == 9).all()
+
+
 @pytest.mark.parametrize("count", [1, 300])
 def test_apply_updates_writes_each_address(count: int) -> None:
     state = torch.zeros(1000, dtype=torch.int32)

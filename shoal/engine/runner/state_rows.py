@@ -1,0 +1,107 @@
+"""`StateRows`: the states of recurrent layers on one rank: a row for each running sequence, and snapshots of
+rows. A row is one run of bytes, in which each layer has its part (`StatePlan`), so that a copy moves all
+layers at once. The scheduler says which row is copied when; the kernels write rows in place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shoal.config import ResolvedConfig
+from shoal.kernels.layer_cache import LayerState
+from shoal.kernels.ops import Ops
+from shoal.kinds.recurrent import RecurrentKind, ShortConvKind
+from shoal.model_config import ModelConfig
+
+ALIGNMENT = 256  # bytes at whose multiples each part begins
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Numbers within a row."""
+
+    start: int  # in bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, *shape] of uint8 [rows, bytes of a row]."""
+        return rows[:, self.start : self.end].view(self.dtype).unflatten(1, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The layout of a row on one rank: for each recurrent layer, where the inputs of its convolution and its
+    state lie."""
+
+    layers: dict[int, tuple[StatePart, StatePart | None]]
+    row_bytes: int  # 0: no layer has a state
+
+    def views(self, rows: torch.Tensor) -> dict[int, LayerState]:
+        return {
+            i: LayerState(conv.view(rows), None if state is None else state.view(rows))
+            for i, (conv, state) in self.layers.items()
+        }
+
+
+def plan_states(config: ResolvedConfig, model: ModelConfig) -> StatePlan:
+    """Returns the plan of each rank's rows. Ranks have the same shapes."""
+    layers: dict[int, tuple[StatePart, StatePart | None]] = {}
+    size, end = config.tensor_parallel_size, 0
+    for i, kind in enumerate(model.layers):
+        mixer = kind.mixer
+        if not isinstance(mixer, RecurrentKind):
+            continue
+        conv = StatePart(end, mixer.conv_shape(size), getattr(torch, config.dtype))
+        state, end = None, _aligned(conv.end)
+        if not isinstance(mixer, ShortConvKind):
+            shape, given = mixer.state_shape(size), config.mamba_ssm_cache_dtype
+            state = StatePart(end, shape, getattr(torch, mixer.dtype if given == "auto" else given))
+            end = _aligned(state.end)
+        layers[i] = conv, state
+    return StatePlan(layers, end)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class StateRows:
+    """`rows` is uint8 [num_rows + 1, bytes of a row], with a spare row for padding; `snapshots` is uint8
+    [slots, bytes of a row]. There are no slots until `allocate`. `layers`: the views of the layers that have
+    states."""
+
+    def __init__(self, plan: StatePlan, num_rows: int, ops: Ops, device: torch.device) -> None:
+        self.plan, self._ops = plan, ops
+        self.rows = torch.zeros(num_rows + 1, plan.row_bytes, dtype=torch.uint8, device=device)
+        self.snapshots = self.rows[:0]
+        self.layers = plan.views(self.rows)
+
+    def allocate(self, num_slots: int) -> None:
+        """Replaces the snapshots by that many empty ones. Raises MemoryError or torch.OutOfMemoryError."""
+        shape = num_slots, self.plan.row_bytes
+        self.snapshots = torch.zeros(shape, dtype=torch.uint8, device=self.rows.device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The memory that a sleep gives back."""
+        return self.rows, self.snapshots
+
+    def memory_is_new(self) -> None:
+        """To be called when the memory of the region has been released and taken again: the spare row must
+        hold numbers, as padding computes with it."""
+        self.rows[-1].zero_()
+
+    def save(self, rows_K: torch.Tensor, slots_K: torch.Tensor) -> None:
+        """Copies rows to slots, both int32. No slot may come twice. A pair with a slot of -1 is padding."""
+        self._ops.copy_rows(self.snapshots, slots_K, self.rows, rows_K)
+
+    def restore(self, slots_K: torch.Tensor, rows_K: torch.Tensor) -> None:
+        """Copies slots to rows, both int32. No row may come twice. A pair with a row of -1 is padding."""
+        self._ops.copy_rows(self.rows, rows_K, self.snapshots, slots_K)

@@ -1,0 +1,83 @@
+"""RecurrentKind: a layer that keeps one state for a sequence instead of keys and values, by numbers: a gated
+delta net, Mamba-2, or a short convolution. No torch. kernels/recurrent/ computes with these numbers.
+
+Each kind says what it keeps of a sequence on a rank: `conv_shape`, the channels of its convolution and how
+many of their last inputs, and, but for short convolutions, `state_shape`, a matrix for each head. Numbers of
+heads are for the whole model, not for one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaKind:
+    """A gated delta net (Qwen3-Next). Each key head's q and k serve as many value heads as there are for
+    it."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # the numbers of a head of q or of k
+    value_dim: int
+    conv_width: int
+    dtype: str = "float32"  # that the checkpoint's config asks for its states, by torch's name
+
+    @property
+    def part_sizes(self) -> tuple[int, int, int]:
+        """The channels of q, k and v, which the convolution takes in this order."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    def conv_shape(self, tp_size: int) -> tuple[int, int]:
+        return sum(self.part_sizes) // tp_size, self.conv_width - 1
+
+    def state_shape(self, tp_size: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp_size, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Kind:
+    """Mamba-2. Heads of a group share B and C."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False  # in the projections
+    # dt, after its softplus, is kept within them
+    least_dt: float = 0.0
+    most_dt: float = float("inf")
+    norm_groups: int = 1  # the parts of the inner size that are normed by themselves
+    dtype: str = "float32"  # that the checkpoint's config asks for its states, by torch's name
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def groups_per_rank(self, tp_size: int) -> int:
+        """Ranks that share a group have a copy of it each."""
+        return max(1, self.num_groups // tp_size)
+
+    def conv_shape(self, tp_size: int) -> tuple[int, int]:
+        shared = 2 * self.groups_per_rank(tp_size) * self.state_size
+        return self.inner_size // tp_size + shared, self.conv_width - 1
+
+    def state_shape(self, tp_size: int) -> tuple[int, int, int]:
+        return self.num_heads // tp_size, self.head_dim, self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvKind:
+    """A gated short convolution (LFM2)."""
+
+    size: int  # channels
+    conv_width: int
+    bias: bool = False  # in the convolution and the projections
+
+    def conv_shape(self, tp_size: int) -> tuple[int, int]:
+        return self.size // tp_size, self.conv_width - 1
+
+
+RecurrentKind = DeltaKind | Mamba2Kind | ShortConvKind
