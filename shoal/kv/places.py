@@ -3,6 +3,7 @@ continue after some of its tokens, and under which keys their blocks are found. 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -78,6 +79,38 @@ def match(
         else:
             tables[g] = [NO_BLOCK] * min(first, num) + [found[Place(g, i)] for i in range(first, num)]
     return tables, end
+
+
+def measure(
+    pool: BlockPool, groups: Sequence[LayerGroup], keys: Sequence[bytes], block_size: int
+) -> tuple[int, int]:
+    """Returns the number of tokens of the prefix that `match` finds, and how many of its blocks are held. It
+    looks at a few keys only of groups that see everything: there a block is findable, and held, only if all
+    before it are (kv/blocks.py)."""
+
+    def block_at(group: int, number: int) -> int | None:
+        return pool.find(key_of(Place(group, number), groups, keys, block_size))
+
+    def num_held_of(group: int, num: int) -> int:
+        return bisect_left(
+            range(num), True, key=lambda i: (block := block_at(group, i)) is None or not pool.is_held(block)
+        )
+
+    end = len(keys) * block_size
+    for g, group in enumerate(groups):
+        if group.window is None:
+            numbers = range(end // group.block_size)
+            end = bisect_left(numbers, True, key=lambda i, g=g: block_at(g, i) is None) * group.block_size
+    end = _end_for_windows(groups, end, lambda place: block_at(*place) is not None)
+    num_held = 0
+    for g, group in enumerate(groups):
+        num = end // group.block_size
+        if group.window is None:
+            num_held += num_held_of(g, num)
+        else:
+            seen = (block_at(g, i) for i in range(group.first_block(end), num))
+            num_held += sum(block is not None and pool.is_held(block) for block in seen)
+    return end, num_held
 
 
 def _end_for_windows(groups: Sequence[LayerGroup], end: int, has: Callable[[Place], bool]) -> int:

@@ -7,6 +7,7 @@ blocks is launched then, and their next owner writes later. They stay findable u
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, abc
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import group_key
 from shoal.kv.groups import NO_BLOCK, LayerGroup, fitting_chunk
-from shoal.kv.places import match
+from shoal.kv.places import match, measure
 from shoal.stats import KvGroupStats, Stats
 
 
@@ -52,6 +53,7 @@ class GroupedBlocks(SequenceBlocks):
         self.largest = max(group.block_size for group in groups)
         self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
         self._group_of = [0] * num_blocks  # the group that each held block belongs to
+        self._prefilling: list[Sequence] = []  # sequences that promise blocks
         self.fetches = GroupedFetches(
             self.pool,
             block_size,
@@ -76,10 +78,28 @@ class GroupedBlocks(SequenceBlocks):
         pool = self.pool
         if sum(group.most_blocks(seq.num_tokens, self.chunk) for group in self.groups) <= pool.num_free:
             return False
-        found, num_cached = self.find(seq)
-        num_new = sum(self._lacking(seq, found, num_cached, num_cached))
-        num_taken = num_new + sum(not pool.is_held(block) for block in _blocks_in(found))
+        if seq.tail is not None or not self._looks_up(seq):
+            found, num_cached = self.find(seq)
+            num_held = sum(pool.is_held(block) for block in _blocks_in(found))
+        else:
+            self._extend_keys(seq)
+            keys = seq.keys[: (seq.num_tokens - 1) // self.block_size]
+            num_cached, num_held = measure(pool, self.groups, keys, self.block_size)
+        num_taken = sum(self._needed(seq, num_cached, num_cached)) - num_held
+        # What lies before the windows takes no blocks.
+        num_taken -= sum(group.first_block(num_cached) for group in self.groups)
         return num_taken > pool.num_free and not self.is_coming(seq, num_cached // self.block_size)
+
+    def start(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        has_started = super().start(seq, found, num_cached)
+        if seq.promised:
+            self._prefilling.append(seq)
+        return has_started
+
+    def prompt_ends(self, seq: Sequence) -> None:
+        if seq.promised:
+            self._prefilling.remove(seq)
+        super().prompt_ends(seq)
 
     def _take(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
         lacking, shared = self._lacking(seq, found, num_cached, num_cached), _blocks_in(found)
@@ -133,15 +153,29 @@ class GroupedBlocks(SequenceBlocks):
     def _lacking(
         self, seq: Sequence, tables: abc.Sequence[list[int]], num_computed: int, num_tokens: int
     ) -> list[int]:
-        """Returns how many blocks each table lacks for `num_tokens` tokens and for what is left of a prompt.
-        A table of a group with a window has the blocks of one chunk, so that a prompt needs no more blocks at
+        """Returns how many blocks each table lacks."""
+        needed = self._needed(seq, num_computed, num_tokens)
+        return [max(0, num - len(table)) for num, table in zip(needed, tables)]
+
+    def _needed(self, seq: Sequence, num_computed: int, num_tokens: int) -> list[int]:
+        """Returns how long each table must be for `num_tokens` tokens and for what is left of a prompt. A
+        table of a group with a window has the blocks of one chunk, so that a prompt needs no more blocks at
         once later than with its first chunk."""
         whole = max(num_tokens, seq.num_tokens if seq.status is not SequenceStatus.DECODE else 0)
         reach = max(num_tokens, min(whole, num_computed + self.chunk))
-        return [
-            max(0, group.num_blocks(whole if group.window is None else reach) - len(table))
-            for group, table in zip(self.groups, tables)
-        ]
+        return [group.num_blocks(whole if group.window is None else reach) for group in self.groups]
+
+    def _num_promises(self, seq: Sequence, index: int, end: int) -> int:
+        # A prefix is found as a whole, and the blocks of windows in its middle may be gone already. So what
+        # counts is whether the last block that a sequence shares, of all groups, is still to be computed.
+        step = self.largest // self.block_size
+        num_promises = 0
+        for other in self._prefilling:
+            theirs, own = other.keys, seq.keys
+            most = min(len(theirs), end)
+            num_shared = bisect_left(range(most), True, key=lambda i: theirs[i] != own[i]) // step * step
+            num_promises += num_shared > max(index, other.register_at // self.block_size - 1)
+        return num_promises
 
     def _add(self, seq: Sequence, lacking: list[int], blocks: list[int]) -> None:
         """Divides new blocks among the tables."""

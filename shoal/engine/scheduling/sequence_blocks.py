@@ -98,7 +98,7 @@ class SequenceBlocks:
         if not self._looks_up(seq) or index >= end:
             return False
         key = seq.keys[index]
-        num_promises, fetch = self._promised.get(key, 0), self.fetches.arriving(key)
+        num_promises, fetch = self._num_promises(seq, index, end), self.fetches.arriving(key)
         if fetch is not None:
             if fetch.brings_enough(seq.keys, index, end):
                 return True
@@ -124,7 +124,8 @@ class SequenceBlocks:
         # A preempted sequence mostly finds its own blocks again, which do not count as hits.
         if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
-            if not seq.request.continues:  # otherwise its prefetch request was counted
+            # Otherwise its prefetch request was counted, or its start before a fetch that failed.
+            if not (seq.request.continues or seq.was_prefetched):
                 self._num_queries += seq.num_tokens
                 self._num_hits += seq.num_computed
         return True
@@ -251,6 +252,11 @@ class SequenceBlocks:
             and params.prompt_logprobs is None
             and not params.skip_reading_prefix_cache
         )
+
+    def _num_promises(self, seq: Sequence, index: int, end: int) -> int:
+        """Returns how many sequences will make more of the sequence's first `end` blocks findable than the
+        first `index`."""
+        return self._promised.get(seq.keys[index], 0)
 
     def _extend_keys(self, seq: Sequence) -> None:
         """Makes the keys of the sequence's full blocks."""

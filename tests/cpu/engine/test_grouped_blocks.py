@@ -11,7 +11,9 @@ from shoal.api import Request
 from shoal.engine.scheduling.grouped_blocks import GroupedBlocks
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import SequenceStatus
+from shoal.hashing import extend_keys
 from shoal.kv.groups import NO_BLOCK, CacheKind, LayerGroup, make_groups
+from shoal.kv.places import match, measure
 from shoal.sampling_params import SamplingParams
 
 TRACES_A_TEST = 60
@@ -66,6 +68,21 @@ def random_groups(r: random.Random, size: int) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup((), size * r.choice((1, 1, 2)), window) for window in windows)
 
 
+def check_measure(scheduler) -> None:
+    """Checks that the prefix of each waiting sequence is measured as it is found."""
+    pool = scheduler.blocks.pool
+    for seq in scheduler.waiting:
+        if pool.enable_caching:
+            keys: list[bytes] = []
+            extend_keys(keys, seq.root, seq.token_ids[:-1], scheduler.blocks.block_size)
+            tables, end = match(pool, scheduler.blocks.groups, keys, scheduler.blocks.block_size)
+            num_held = sum(pool.is_held(block) for table in tables for block in table if block != NO_BLOCK)
+            assert measure(pool, scheduler.blocks.groups, keys, scheduler.blocks.block_size) == (
+                end,
+                num_held,
+            )
+
+
 def trace(seed: int) -> Counter[str]:
     try:
         return run_trace(seed)
@@ -113,6 +130,7 @@ def run_trace(seed: int) -> Counter[str]:
         elif scheduler.running:
             raise AssertionError("nothing can run, though sequences have begun")
         scheduler.check()
+        check_measure(scheduler)
     while scheduler.has_work or in_flight:
         if len(in_flight) < 2 and (plan := scheduler.schedule()) is not None:
             in_flight.append((plan, device.run(plan)))
@@ -213,6 +231,45 @@ def test_a_block_that_was_given_back_keeps_its_content_until_it_is_taken():
         scheduler.schedule()
     assert seq.tables[0][0] == NO_BLOCK and seq.status is SequenceStatus.PREFILL
     assert finish(scheduler, [*range(40), 7], name="b")[0] == 32
+
+
+@pytest.mark.parametrize("at, begins_at, num_cached", [(12, 12, 0), (1, 6, 992)])
+def test_a_sequence_waits_for_a_shared_beginning_only_while_it_is_computed(at, begins_at, num_cached):
+    """Regression: a request that shares the beginning of a long prompt, whose early window blocks were
+    overwritten meanwhile, waited for the whole prompt and then found nothing."""
+    groups = (LayerGroup((0,), 16), LayerGroup((1,), 16, 64))
+    options = {"max_num_batched_tokens": 256, "max_model_len": 6400, "long_prefill_token_threshold": 128}
+    scheduler = scheduler_of(groups, 480, **options)
+    shared = list(range(1000))
+    scheduler.add(Request("a", shared + list(range(2000, 7000)), SamplingParams(max_tokens=4)))
+    for step in range(at):
+        assert scheduler.schedule(), step
+    seq = scheduler.add(Request("b", [*shared, *range(100)], SamplingParams(max_tokens=4)))
+    while seq.status is SequenceStatus.WAITING:
+        assert scheduler.schedule()
+        at += 1
+    assert (at - 1, seq.num_cached_tokens) == (begins_at, num_cached)
+
+
+class Asked(dict):
+    num_asked = 0
+
+    def get(self, *args):
+        self.num_asked += 1
+        return super().get(*args)
+
+
+def test_the_head_of_a_blocked_queue_looks_at_a_few_keys():
+    """Regression: the head of a blocked queue looked all its blocks up in each step."""
+    groups = (LayerGroup((0,), 16), LayerGroup((1,), 16), LayerGroup((2,), 16, 64))
+    scheduler = scheduler_of(groups, 1500, max_model_len=6400, max_num_batched_tokens=6400)
+    prompt = list(range(6000))
+    scheduler.add(Request("a", prompt, SamplingParams(max_tokens=9)))
+    scheduler.schedule()
+    seq = scheduler.add(Request("b", [*prompt[:5000], *range(400)], SamplingParams(max_tokens=9)))
+    assert scheduler.blocks.pool.try_allocate(scheduler.blocks.pool.num_free - 9)
+    keys = scheduler.blocks.pool._key_to_block = Asked(scheduler.blocks.pool._key_to_block)
+    assert scheduler.blocks.lacks_room(seq) and 0 < keys.num_asked < 100
 
 
 S, F = CacheKind(4096, 1024), CacheKind(4096)

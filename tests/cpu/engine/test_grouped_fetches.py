@@ -14,6 +14,7 @@ from shoal.engine.offload.transfers import Done
 from shoal.engine.peers.prefetches import Prefetches
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.hashing import extend_keys, keys_with_tail
+from shoal.kv.groups import LayerGroup
 from shoal.kv.places import key_of, places
 from shoal.kv.tiers.host import HostTier
 from shoal.sampling_params import SamplingParams
@@ -326,3 +327,27 @@ def test_whatever_comes_from_tiers_and_workers_every_token_sees_its_own_prefix(f
         "hits of tiers and workers",
     ):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
+
+
+def test_a_sequence_whose_fetch_failed_counts_once_in_the_prefix_cache():
+    """Regression: it was counted again when it started again."""
+    groups = (LayerGroup((), 4), LayerGroup((), 4, 6))
+    scheduler = Scheduler(
+        num_blocks=40,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=60,
+        groups=groups,
+    )
+    source = Elsewhere(random.Random(0), FetchingDevice(groups), groups, 4, Counter())
+    scheduler.blocks.fetches.sources.append(source)
+    prompt = list(range(30))
+    source.compute(scheduler.add(Request("a", prompt, SamplingParams(max_tokens=2))), prompt[:24])
+    assert scheduler.schedule() is None
+    (fetch,) = source.begun
+    scheduler.fetched(fetch, len(fetch.keys) - 1)
+    assert scheduler.schedule().scheduled[0].begins
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30, 0)
+    assert (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits) == (30, 0)
