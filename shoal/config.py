@@ -30,6 +30,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
+MOST_DRAFTS = 64  # more are hardly ever all accepted, and a step has room for them in each sequence
+MOST_LOOKUP_TOKENS = 64
+DEFAULT_LOOKUP_TOKENS = 5
 # options that only a worker of a fleet has
 WORKER_ONLY_OPTIONS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
@@ -163,21 +166,105 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Drafts: how many of them a step may have for each sequence, and where they are from. Names and defaults
-    are vLLM's, but for `enable_adaptive_verification`, which is on by default."""
+    """Drafts: how many of them a step may verify for each sequence, and where they are from. Answers are the
+    same with and without. Names and defaults are vLLM's, but for `enable_adaptive_verification`, which is on
+    by default. Raises ConfigError."""
 
-    method: str  # "ngram", "suffix", "eagle3" or "mtp"
-    num_speculative_tokens: int  # the most drafts of a sequence in a step
-    # n-gram: how many last tokens an earlier place must have in common, both inclusive
-    prompt_lookup_min: int = 5
-    prompt_lookup_max: int = 5
-    # suffix: the most tokens of match and drafts together
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000  # earlier answers that are kept for look-ups
-    suffix_decoding_max_spec_factor: float = 1.0  # drafts <= factor * tokens of the match
-    suffix_decoding_min_token_prob: float = 0.1  # drafts end where their estimated probability is lower
-    model: str | None = None  # the draft head's checkpoint
-    enable_adaptive_verification: bool = True  # drafts are as long as measured costs make worthwhile
+    method: str = option(
+        dataclasses.MISSING,
+        'source of the drafts; "ngram": what followed the last tokens where they stood before in the prompt '
+        'or the answer; "suffix": the same with the most frequent of all continuations; "eagle3": a draft '
+        'head, see `model`; "mtp": the head in the model\'s own checkpoint',
+        section="speculative_config",
+        choices=("ngram", "suffix", "eagle3", "mtp"),
+    )
+    # None for a head until engine/resolve.py fills in the head's own number.
+    num_speculative_tokens: int = option(
+        None,
+        "most drafts of a sequence in a step; required for ngram; default: "
+        "suffix_decoding_max_tree_depth for suffix, the head's own number for eagle3 and mtp",
+        low=1,
+        high=MOST_DRAFTS,
+    )
+    prompt_lookup_min: int = option(
+        None,
+        "ngram: fewest tokens that must be equal at the earlier place; default: prompt_lookup_max, or 5",
+        low=1,
+        high=MOST_LOOKUP_TOKENS,
+    )
+    prompt_lookup_max: int = option(
+        None,
+        "ngram: most tokens that are compared; default: prompt_lookup_min, or 5",
+        low=1,
+        high=MOST_LOOKUP_TOKENS,
+    )
+    suffix_decoding_max_tree_depth: int = option(
+        24, "suffix: most tokens of match and drafts together", low=1, high=MOST_DRAFTS
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10_000, "suffix: earlier answers that are kept for look-ups; 0: none", low=0
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "suffix: most drafts for each token of the match", low=0
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "suffix: drafts end where their estimated probability is lower", low=0, high=1
+    )
+    model: str | None = option(None, "eagle3: folder or hub id of the draft head")
+    revision: str | None = option(None, "branch, tag or commit of that hub id")
+    enable_adaptive_verification: bool = option(
+        True,
+        "drafts are as long as measured costs and acceptance make worthwhile, often 0; false: always as many "
+        "as there are",
+    )
+
+    @classmethod
+    def of(cls, value: SpeculativeConfig | dict[str, Any] | str | None) -> SpeculativeConfig | None:
+        """Builds a config from fields, or from JSON of them. JSON's null is None: no drafts."""
+        if value is None or isinstance(value, cls) or (isinstance(value, str) and value.strip() == "null"):
+            return None if isinstance(value, str) else value
+        fields = _fields_of(cls, "speculative_config", value)
+        if "method" not in fields:
+            raise ConfigError(
+                "speculative_config.method must be one of ngram, suffix, eagle3, mtp, got nothing; choose one"
+            )
+        return cls(**fields)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "speculative_config.")
+        for name in ("model", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"speculative_config.{name} must be a text, got {value!r}; give one")
+        if self.method == "eagle3" and self.model is None:
+            raise ConfigError(
+                "speculative_config.model must be the checkpoint of the draft head with method 'eagle3', got "
+                "None; give its folder or hub id"
+            )
+        if self.method != "eagle3" and self.model is not None:
+            raise ConfigError(
+                f"speculative_config.model must be left out with method {self.method!r}, got {self.model!r}; "
+                "it is for 'eagle3'"
+            )
+        if self.method == "ngram" and self.num_speculative_tokens is None:
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens must be an integer from 1 to {MOST_DRAFTS} with "
+                "method 'ngram', got None; give one, such as 5"
+            )
+        if self.method == "suffix" and self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", self.suffix_decoding_max_tree_depth)
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is None:
+            least = DEFAULT_LOOKUP_TOKENS if most is None else most
+        if most is None:
+            most = least
+        if least > most:
+            raise ConfigError(
+                f"speculative_config.prompt_lookup_min must be at most prompt_lookup_max, got {least} > "
+                f"{most}; lower one or raise the other"
+            )
+        object.__setattr__(self, "prompt_lookup_min", least)
+        object.__setattr__(self, "prompt_lookup_max", most)
 
     @property
     def queries(self) -> int:
@@ -434,6 +521,11 @@ class EngineConfig:
         'kernels of attention; "auto": "triton" on a GPU, else "cpu"',
         choices=("auto", "triton", "cpu", "flashinfer", "flash_attn"),
     )
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        "speculative decoding with vLLM's fields, in JSON, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}; null: none',
+    )
     disable_cascade_attn: bool = option(False, "let each decode read a shared prefix by itself")
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option(
@@ -533,6 +625,7 @@ class EngineConfig:
                 "no blocks; drop one"
             )
         object.__setattr__(self, "kv_transfer_config", KVTransferConfig.of(self.kv_transfer_config))
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         self._check_kv_transfer()
         self._check_kv_tiers()
         sizes = self.cudagraph_capture_sizes
@@ -637,7 +730,8 @@ class ResolvedConfig(EngineConfig):
     structured_outputs_config: StructuredOutputsConfig
     keep_quantized: bool  # weights stay quantized in memory
     quantizes_weights: bool  # plain weights are quantized while they load
-    speculative: SpeculativeConfig | None  # None: a step computes one token of a decode
+    # speculative_config with the number of drafts; None: a step computes one token of a decode
+    speculative: SpeculativeConfig | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,22 @@ THINK_PARSERS = (
 )
 
 
+# vLLM's earlier names of the method that reads a head in the model's own checkpoint.
+MTP_METHODS = (
+    "deepseek_mtp",
+    "ernie_mtp",
+    "exaone_moe_mtp",
+    "glm4_moe_mtp",
+    "longcat_flash_mtp",
+    "mimo_mtp",
+    "nemotron_h_mtp",
+    "pangu_ultra_moe_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+    "step3p5_mtp",
+)
+
+
 def _same(name: str, short: str = "", **more: Any) -> VllmOption:
     return VllmOption(name=name, short=short, **{"own": name, **more})
 
@@ -111,7 +127,8 @@ WORKERS_JOIN = "start a worker for each replica with `shoal serve --plane`, or a
 MERGE_ADAPTER = "merge the adapter into the weights, and serve the result"
 NO_PLUGINS = "leave it out: external code is not loaded"
 BY_STAGES = "use --tensor-parallel-size {value}, which shares each layer among the devices"
-NO_SPECULATION = "leave it out: answers are the same without speculation"
+ITS_OWN_NOISE = "a draft holds if it equals the token sampled in its place, with the noise of that place"
+HEAD_AS_MODEL = "a draft head runs as the model does"
 FROM_HERE_ON = "the wire and files of vLLM's engines; leave it out"
 
 # Options of `vllm serve` for the server.
@@ -458,8 +475,10 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("max_cudagraph_capture_size", "--cudagraph-capture-sizes and --max-num-seqs determine the graphs"),
     *_idle("ir_op_priority moe_backend linear_backend kernel_config gdn_prefill_backend", OWN_KERNELS),
     *_idle("enable_flashinfer_autotune", OWN_KERNELS, "flag"),
-    *_refused("speculative_config", NO_VALUES, "", NO_SPECULATION, short="sc"),
-    *_refused("spec_method spec_model spec_tokens", NO_VALUES, "", NO_SPECULATION),
+    _same("speculative_config", "sc"),
+    *_refused("spec_method", NO_VALUES, "", "use --speculative-config.method {value}"),
+    *_refused("spec_model", NO_VALUES, "", "use --speculative-config.model {value}"),
+    *_refused("spec_tokens", NO_VALUES, "", "use --speculative-config.num_speculative_tokens {value}"),
     *_refused(
         "diffusion_config", NO_VALUES, "", "leave it out: models here write from left to right", short="dc"
     ),
@@ -539,6 +558,40 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
         ("recompute",),
         "a block that does not arrive is computed",
         "leave it out: a block that does not arrive is computed",
+    ),
+    _same("speculative_config.method", words={"ngram_gpu": "ngram", **dict.fromkeys(MTP_METHODS, "mtp")}),
+    *_refused(
+        "speculative_config.rejection_sample_method",
+        ("standard", "block"),
+        ITS_OWN_NOISE,
+        f"leave it out: {ITS_OWN_NOISE}",
+    ),
+    *_idle("speculative_config.draft_sample_method", ITS_OWN_NOISE),
+    *_refused(
+        "speculative_config.num_speculative_tokens_per_batch_size",
+        NO_VALUES,
+        "",
+        "leave it out: the number of drafts follows measured costs",
+    ),
+    *_refused(
+        "speculative_config.draft_tensor_parallel_size speculative_config.tensor_parallel_size",
+        NO_VALUES,
+        "",
+        f"leave it out: {HEAD_AS_MODEL}",
+    ),
+    *_refused("speculative_config.quantization", NO_VALUES, "", f"leave it out: {HEAD_AS_MODEL}"),
+    *_refused("speculative_config.max_model_len", NO_VALUES, "", "use --max-model-len"),
+    *_idle("speculative_config.attention_backend speculative_config.moe_backend", OWN_KERNELS),
+    *_refused(
+        "speculative_config.parallel_drafting", OFF, "", "leave it out: drafts follow each other", "flag"
+    ),
+    *_refused(
+        "speculative_config.use_heterogeneous_vocab", OFF, "", f"leave it out: {HEAD_AS_MODEL}", "flag"
+    ),
+    *_idle(
+        "speculative_config.use_local_argmax_reduction speculative_config.disable_padded_drafter_batch",
+        OWN_KERNELS,
+        "flag",
     ),
     *_refused("kv_transfer_config.kv_connector_module_path", NO_VALUES, "", NO_PLUGINS),
     *_idle("kv_transfer_config.kv_connector_extra_config", "they are for vLLM's connectors"),

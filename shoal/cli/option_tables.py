@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.argument_parser import flag_of
-from shoal.config import EngineConfig, KVEventsConfig, KVTransferConfig, ServerConfig, StructuredOutputsConfig
+from shoal.config import (
+    EngineConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ServerConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+)
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.option_fields import Limits, interval, kind_of
@@ -85,6 +92,7 @@ def page() -> str:
     parts += [ENGINE, _tables(EngineConfig, as_flags=True)]
     parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
     parts += [_tables(KVTransferConfig, as_flags=False)]
+    parts += [_tables(SpeculativeConfig, as_flags=False)]
     parts += [_tables(StructuredOutputsConfig, as_flags=False)]
     parts += [SERVER, _tables(ServerConfig, as_flags=True)]
     parts += [ROUTER, _tables(FleetConfig, as_flags=True)]
@@ -156,6 +164,8 @@ def _tables(config: type, as_flags: bool) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
     return "" if field.default in (None, "") else f"`{field.default}`"
 
 

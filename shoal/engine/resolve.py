@@ -14,7 +14,13 @@ import dataclasses
 
 import torch
 
-from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
+from shoal.config import (
+    EngineConfig,
+    KVEventsConfig,
+    ResolvedConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+)
 from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
@@ -31,6 +37,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 TOKENS_OF_SHORT_SEQ = 256
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
+DRAFTERS: tuple[str, ...] = ()  # methods of speculation for which engine/runner/ has a drafter
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -93,7 +100,10 @@ def resolve_config(
         "structured_outputs_config": config.structured_outputs_config or StructuredOutputsConfig(),
     }
     resolved = ResolvedConfig(
-        **(options | filled_in), keep_quantized=keep_quantized, quantizes_weights=quantizes, speculative=None
+        **(options | filled_in),
+        keep_quantized=keep_quantized,
+        quantizes_weights=quantizes,
+        speculative=_speculation(config, model),
     )
     plan = plan_cache(resolved, model)
     if resolved.num_gpu_blocks_override and len(plan.groups) > 1:
@@ -107,6 +117,19 @@ def resolve_config(
     kept_bytes = num_weights(model) if quantizes else quantized_bytes if keep_quantized else None
     _check_memory(config, resolved, model, plan, kept_bytes)
     return resolved
+
+
+def _speculation(config: EngineConfig, model: ModelConfig) -> SpeculativeConfig | None:
+    """Returns what speculation may do. Raises ConfigError for a method without a drafter."""
+    options = config.speculative_config
+    if options is not None and options.method not in DRAFTERS:
+        lacks = {"mtp": f"no head of {config.model} is read", "eagle3": "no draft head is read"}
+        raise ConfigError(
+            f"speculative_config.method must be one of {', '.join(DRAFTERS) or 'none at all'}, got "
+            f"{options.method!r}, and {lacks.get(options.method, 'it has no drafter')} in this release; "
+            "choose another, or leave speculative_config out: answers are the same"
+        )
+    return options
 
 
 def _keeps_quantized(
