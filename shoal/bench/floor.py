@@ -68,12 +68,14 @@ class LayerWork:
             dense, state_bytes, per_state = _recurrence(kind.mixer, hidden)
         expert = num_experts = chosen = 0
         if experts is None:
-            dense += 3 * hidden * model.intermediate_size if kind.has_mlp else 0
+            size = kind.intermediate_size or model.intermediate_size
+            dense += 3 * hidden * size if kind.has_mlp else 0
         else:
             expert, num_experts = 3 * hidden * experts.intermediate_size, experts.num_experts
             chosen, dense = experts.router.top_k, dense + hidden * num_experts
             if experts.shared is not None:
                 dense += 3 * hidden * experts.shared.intermediate_size
+        dense += 3 * hidden * model.per_layer_size
         window = None if kind.attention is None else kind.attention.window
         shape = dense, expert, num_experts, chosen, kv_numbers, per_pair
         return cls(*shape, window, state_bytes, per_state)
@@ -93,8 +95,13 @@ def _attention(kind: AttentionKind | LatentKind, hidden: int) -> tuple[int, int,
     of query and key."""
     heads = kind.num_heads
     if isinstance(kind, AttentionKind):
-        head_dim, kv_heads = kind.head_dim, kind.num_kv_heads
-        return hidden * head_dim * 2 * (heads + kv_heads), 2 * kv_heads * head_dim, 4 * heads * head_dim
+        head_dim = kind.head_dim
+        # A layer that reads another layer's keys and values counts as one that finds them read.
+        kv_heads = kind.num_kv_heads if kind.kv_layer is None else 0
+        outputs = (2 * heads + (1 if kind.v_is_k else 2) * kv_heads) * head_dim
+        if kind.gate is not None:
+            outputs += heads * (1 if kind.gate.per_head else head_dim)
+        return hidden * outputs, 2 * kv_heads * head_dim, 4 * heads * head_dim
     queries, rank = heads * kind.query_dim, kind.q_lora_rank
     weights = hidden * queries if rank is None else rank * (hidden + queries)
     weights += hidden * (kind.head_dim + heads * kind.v_head_dim)
@@ -170,9 +177,9 @@ class Floor:
                 states + 2 * layer.state_bytes * num_seqs,
             )
             seen = sum(map(layer.seen, contexts))
-            read_twice = sum(max(0, shared - (context - layer.seen(context))) for context in contexts[1:])
+            seen_shared = [max(0, shared - (context - layer.seen(context))) for context in contexts]
             attention += seen * layer.per_pair
-            numbers += (seen - read_twice) * layer.kv_numbers
+            numbers += (seen - sum(seen_shared) + max(seen_shared, default=0)) * layer.kv_numbers
             if layer.num_experts:
                 untouched = (1 - layer.num_experts_per_tok / layer.num_experts) ** num_seqs
                 experts += (1 - untouched) * layer.num_experts * layer.expert

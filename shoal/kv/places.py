@@ -91,22 +91,23 @@ def measure(
     def block_at(group: int, number: int) -> int | None:
         return pool.find(key_of(Place(group, number), groups, keys, block_size))
 
-    def num_held_of(group: int, num: int) -> int:
-        return bisect_left(
-            range(num), True, key=lambda i: (block := block_at(group, i)) is None or not pool.is_held(block)
-        )
+    def num_first(group: int, num: int, must_be_held: bool) -> int:
+        def is_missing(number: int) -> bool:
+            block = block_at(group, number)
+            return block is None or (must_be_held and not pool.is_held(block))
+
+        return bisect_left(range(num), True, key=is_missing)
 
     end = len(keys) * block_size
     for g, group in enumerate(groups):
         if group.window is None:
-            numbers = range(end // group.block_size)
-            end = bisect_left(numbers, True, key=lambda i, g=g: block_at(g, i) is None) * group.block_size
+            end = num_first(g, end // group.block_size, must_be_held=False) * group.block_size
     end = _end_for_windows(groups, end, lambda place: block_at(*place) is not None)
     num_held = 0
     for g, group in enumerate(groups):
         num = end // group.block_size
         if group.window is None:
-            num_held += num_held_of(g, num)
+            num_held += num_first(g, num, must_be_held=True)
         else:
             seen = (block_at(g, i) for i in range(group.first_block(end), num))
             num_held += sum(block is not None and pool.is_held(block) for block in seen)

@@ -4,10 +4,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from shoal.bench.floor import Ceilings, Floor
 from shoal.model_config import ModelConfig
 from shoal.models.config_json import config_from_json
+from tests import tiny_families
 
 spec = importlib.util.spec_from_file_location(
     "workloads", Path(__file__).parents[3] / "benchmarks" / "workloads.py"
@@ -79,3 +82,36 @@ def test_a_prefill_after_cached_tokens_is_the_rest_of_the_whole():
     floor = Floor(model("qwen3-0.6b"), H200)
     parts = floor.prefill(2000) + floor.prefill(1000, 2000)
     assert floor.prefill(3000).seconds + floor.prefill(0).seconds == pytest.approx(parts.seconds)
+
+
+def test_layers_with_wide_mlps_and_keys_of_other_layers_count_as_they_are():
+    """Regression: MLPs of double width counted as those of other layers, and layers without keys and values
+    as if they had some."""
+    name, values, _ = tiny_families.FAMILIES["gemma4-shared"]
+    published = getattr(transformers, name)(**values)
+    config = config_from_json(
+        dict(published.to_dict(), architectures=["Gemma4ForConditionalGeneration"]), "tiny"
+    )
+    with torch.device("meta"):
+        layers = transformers.AutoModelForCausalLM.from_config(published.text_config)
+    weights = sum(
+        module.weight.numel()
+        for name, module in layers.named_modules()
+        if isinstance(module, torch.nn.Linear) and "embed" not in name
+    )
+    floor = Floor(config, Ceilings(1.0, 1e30))
+    own = [kind.attention for kind in config.layers if kind.attention.kv_layer is None]
+    numbers = sum(2 * kind.num_kv_heads * kind.head_dim for kind in own)
+    assert len(own) == 6
+    assert floor.decode([0]).seconds == 2 * weights
+    assert floor.decode([1]).seconds == 2 * (weights + numbers)
+
+
+def test_shared_keys_are_read_by_the_sequence_that_sees_most_of_them():
+    """Regression: where the first sequence's window was past the shared keys, no sequence read them."""
+    config = config_from_json(
+        dict(TINY, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8), "tiny"
+    )
+    floor = Floor(config, Ceilings(1.0, 1e30))
+    weights, number = floor.decode([]).seconds, 2 * 2 * 2
+    assert floor.decode([40, 10, 12], shared=8).seconds == weights + number * (8 + 8 + 8 - 4)
