@@ -75,6 +75,9 @@ class Stats:
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
     kv_groups: list[KvGroupStats] = field(default_factory=list)  # none where all layers share all blocks
+    # Kept states of recurrent layers, and how many more there is room for if nothing else were cached.
+    num_snapshots: int = 0
+    num_free_snapshots: int = 0
     num_preemptions: int = field(default=0, metadata=SINCE_START)
     prefix_cache_queries: int = field(default=0, metadata=SINCE_START)  # tokens looked up
     prefix_cache_hits: int = field(default=0, metadata=SINCE_START)  # tokens found

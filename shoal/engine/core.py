@@ -20,6 +20,7 @@ import torch
 
 from shoal.api import KV_CACHE, FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
+from shoal.engine.allocate_cache import allocate_cache
 from shoal.engine.build_parts import build_parts
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
 from shoal.engine.grammar_admission import GrammarAdmission
@@ -113,9 +114,9 @@ class EngineCore:
 
     def _start(self, files: CheckpointFiles, undo: ExitStack) -> None:
         config = self.config
-        self.num_blocks = num_blocks = self._allocate()
+        self.num_blocks, snapshots = allocate_cache(config, self.ranks)
         self.scheduler = Scheduler(
-            num_blocks=num_blocks,
+            num_blocks=self.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -126,6 +127,7 @@ class EngineCore:
             target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
             step_sizes=sorted({shape.tokens for shape in self.ranks.runner.mixed_shapes}),
             groups=self.ranks.runner.cache.plan.groups,
+            snapshots=snapshots,
         )
         self.refused: str | None = None  # why no request is taken
         self._paused = PauseState()
@@ -147,35 +149,12 @@ class EngineCore:
             self._more_parts,
         ):
             self.parts.add(part)
-        plan, sizes = self.ranks.runner.cache.plan, (config.max_model_len, self.scheduler.blocks.chunk)
+        plan = self.ranks.runner.cache.plan.with_specs(num_blocks=self.num_blocks)
+        sizes = (config.max_model_len, self.scheduler.blocks.chunk)
         # the most tokens that the cache holds; one sequence with windows may have more than its share
         self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.scheduler.blocks.room)
         most, dtype, device = config.max_num_seqs, config.dtype, config.device
         logger.info("%s, %d sequences at once, %s on %s", plan.capacity(*sizes), most, dtype, device)
-
-    def _allocate(self) -> int:
-        """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
-        blocks."""
-        config, ranks = self.config, self.ranks
-        block_bytes = ranks.runner.cache.plan.block_bytes
-        if config.device == "cuda":
-            ranks.call(commands.COMPILE_AHEAD)
-        num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))
-        if num_blocks < (least := len(ranks.runner.cache.plan.groups)):
-            each = f"{least} groups of layers, of which each needs a" if least > 1 else "a single"
-            raise ConfigError(
-                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
-                f"no room for {each} KV block of {block_bytes} bytes; raise it or lower "
-                "max_num_batched_tokens"
-            )
-        try:
-            ranks.call(commands.ALLOCATE, num_blocks)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {block_bytes} bytes don't fit in memory; lower "
-                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
-            ) from None
-        return num_blocks
 
     # Requests
 

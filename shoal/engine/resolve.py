@@ -25,6 +25,7 @@ from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
+from shoal.kinds.recurrent import RecurrentKind
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.model_config import ModelConfig
 from shoal.models.layouts.registry import BY_NAME
@@ -35,6 +36,7 @@ CPU_SEQS, FEW_SEQS, MANY_SEQS = 64, 256, 1024  # the defaults of max_num_seqs
 LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
+ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
 DRAFTERS: tuple[str, ...] = ()  # methods of speculation for which engine/runner/ has a drafter
@@ -106,6 +108,7 @@ def resolve_config(
         speculative=_speculation(config, model),
     )
     plan = plan_cache(resolved, model)
+    _check_recurrent(resolved, model)
     if resolved.num_gpu_blocks_override and len(plan.groups) > 1:
         raise ConfigError(
             f"num_gpu_blocks_override must be unset for {config.model}, whose layers form {len(plan.groups)} "
@@ -166,6 +169,21 @@ def _keeps_quantized(
     return keeps, quantizes
 
 
+def _check_recurrent(config: ResolvedConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for options that models with recurrent layers lack."""
+    if not any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers):
+        return
+    for name, is_set in (
+        ("kv_transfer_config", config.kv_transfer_config is not None),
+        ("kv_host_bytes, kv_disk_path and kv_store", config.has_kv_tiers),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{name} must be unset for {config.model}, whose recurrent layers have states that do not "
+                "leave the device yet; leave it out"
+            )
+
+
 def _check_memory(
     given: EngineConfig,
     config: ResolvedConfig,
@@ -184,7 +202,7 @@ def _check_memory(
     blocks = -(-config.max_model_len // plan.block_size)  # entries of a table of the longest sequence
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks, len(plan.groups)).row_stride
-    row += plan_states(config, model).row_bytes
+    row += plan_states(config, model, plan.block_bytes).row_bytes
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
         ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
@@ -220,19 +238,21 @@ def _check_memory(
 
 def _default_num_seqs(config: ResolvedConfig, model: ModelConfig, plan: CachePlan) -> int:
     """Default of max_num_seqs. `config` may have 0 there."""
-    if config.device != "cuda":
-        return CPU_SEQS
-    card_bytes = torch.cuda.get_device_properties(0).total_memory
-    if card_bytes < LARGE_CARD_BYTES:
-        return FEW_SEQS
-    cache_bytes = config.kv_cache_memory_bytes
+    cache_bytes, card_bytes = config.kv_cache_memory_bytes, 0
+    if config.device == "cuda":
+        card_bytes = torch.cuda.get_device_properties(0).total_memory
     if config.num_gpu_blocks_override:
         cache_bytes = config.num_gpu_blocks_override * plan.block_bytes
     if not cache_bytes:
         weights = num_weights(model) * getattr(torch, config.dtype).itemsize // config.tensor_parallel_size
         cache_bytes = int(card_bytes * config.gpu_memory_utilization) - weights
     length = min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
-    return MANY_SEQS if plan.num_sequences(cache_bytes, length, length) >= MANY_SEQS else FEW_SEQS
+    has_many = card_bytes >= LARGE_CARD_BYTES and plan.num_sequences(cache_bytes, length, length) >= MANY_SEQS
+    num_seqs = MANY_SEQS if has_many else FEW_SEQS if card_bytes else CPU_SEQS
+    row_bytes = plan_states(config, model, plan.block_bytes).row_bytes
+    if row_bytes and not config.num_gpu_blocks_override:
+        num_seqs = max(1, min(num_seqs, int(ROWS_SHARE * cache_bytes / row_bytes)))
+    return num_seqs
 
 
 def _longest(model: ModelConfig) -> int:

@@ -60,11 +60,11 @@ def _copy_rows_kernel(
     dst_ptr, dst_rows_ptr, src_ptr, src_rows_ptr, dst_stride, src_stride, size, BLOCK: tl.constexpr
 ):
     """Sizes are in int64s. A row may be many megabytes, so offsets have 64 bits."""
-    dst_row = tl.load(dst_rows_ptr + tl.program_id(1)).to(tl.int64)
+    dst_row = tl.load(dst_rows_ptr + tl.program_id(0)).to(tl.int64)
     if dst_row < 0:
         return
-    src_row = tl.load(src_rows_ptr + tl.program_id(1)).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    src_row = tl.load(src_rows_ptr + tl.program_id(0)).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(src_ptr + src_row * src_stride + i, mask=i < size)
     tl.store(dst_ptr + dst_row * dst_stride + i, words, mask=i < size)
 
@@ -78,7 +78,7 @@ def copy_rows(
     dst, src = dst.view(torch.int64), src.view(torch.int64)
     size = dst.shape[1]
     if size and len(dst_rows_K):
-        _copy_rows_kernel[(cdiv(size, 4096), len(dst_rows_K))](
+        _copy_rows_kernel[(len(dst_rows_K), cdiv(size, 4096))](
             dst, dst_rows_K, src, src_rows_K, dst.stride(0), src.stride(0), size, BLOCK=4096, num_warps=8
         )
 

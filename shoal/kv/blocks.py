@@ -65,7 +65,7 @@ class BlockPool:
         self._default_end = self._ring(0)
         self._freed_at = [0] * num_blocks  # age, of blocks with a key
         self._generations = [0] * num_blocks
-        self._num_freed = 0
+        self.num_freed = 0  # how often a block with a key was released: the clock of their ages
 
     # What is there
 
@@ -119,6 +119,12 @@ class BlockPool:
             found += self._ring_from(end, num_blocks - len(found))
         return found
 
+    def next_age(self) -> int | None:
+        """Returns when the block that will be taken next was released, on the clock of `num_freed`. None: it
+        has no key, or no block is free."""
+        block = next((self._next[end] for end in self._ends if self._next[end] != end), None)
+        return None if block is None or self._keys[block] is None else self._freed_at[block]
+
     # Taking and giving back
 
     def try_allocate(self, num_blocks: int, shared: Sequence[int] = ()) -> list[int] | None:
@@ -164,8 +170,8 @@ class BlockPool:
                     self._freed_at[block] = self._freed_at[first] - 1
                     self._link(block, before=first)
                 else:
-                    self._num_freed += 1
-                    self._freed_at[block] = self._num_freed
+                    self.num_freed += 1
+                    self._freed_at[block] = self.num_freed
                     self._link(block, before=end)
 
     # Contents

@@ -25,6 +25,7 @@ from shoal.engine.runner.sampler_options import (
     sample_options,
     start_options,
 )
+from shoal.engine.runner.state_copies import pack_copies
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
@@ -63,6 +64,8 @@ class Header(IntEnum):
     GRAPH_SHARING = 16
     PROMPT_LOGPROBS = 17
     WHOLE_ROWS_SIZE = 18  # the ints that describe whole rows, padding included
+    STATES_SIZE = 19  # the ints that describe copies of states (state_copies.py)
+    RESTORES_SIZE = 20  # how many of them describe restores
 
 
 HEADER_SIZE = 32
@@ -142,7 +145,8 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
         tokens, samples = int(header[Header.GRAPH_TOKENS]), int(header[Header.GRAPH_SAMPLES])
         seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
     whole_rows = int(header[Header.WHOLE_ROWS_SIZE])
-    sizes = {"whole_rows": whole_rows, "addresses": updates, "values": updates}
+    sizes = {"whole_rows": whole_rows, "states": int(header[Header.STATES_SIZE])}
+    sizes |= {"addresses": updates, "values": updates}
     if not header[Header.DECODE_ONLY]:
         sizes |= {
             "token_ids": tokens,
@@ -283,11 +287,15 @@ class BatchBuilder:
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
             "whole_rows": np.zeros(0, np.int32),
+            "states": np.zeros(0, np.int32),
         }
         if whole:
             sections["whole_rows"] = pack_whole_rows(whole, self.whole_row_sizes)
             header[Header.NUM_WHOLE_ROWS] = len(whole)
             header[Header.WHOLE_ROWS_SIZE] = len(sections["whole_rows"])
+        if plan.copies is not None:
+            sections["states"], header[Header.RESTORES_SIZE] = pack_copies(plan.copies)
+            header[Header.STATES_SIZE] = len(sections["states"])
         if not decode_only:
             sections |= self._token_sections(plan)
             header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])

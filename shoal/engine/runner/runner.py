@@ -139,7 +139,8 @@ class ModelRunner:
                 plan.groups[0].block_size,
                 plan.keeps_all,
             )
-            self.states = StateRows(plan_states(config, model), self.max_num_seqs, ops, self.device)
+            states = plan_states(config, model, plan.block_bytes)
+            self.states = StateRows(states, self.max_num_seqs, ops, self.device)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
         self.cache = KvCache(plan, model.layers, scales, self.states.layers, self.device, is_shared)
@@ -153,6 +154,7 @@ class ModelRunner:
             ops,
             self.state,
             self.cache,
+            self.states,
             self.sampler,
             self.whole_rows,
             buffers,
@@ -165,7 +167,7 @@ class ModelRunner:
         # On a CPU a region gets a function that returns its tensors; on a GPU it knows its content. It calls
         # the function whenever it needs them, because `allocate` makes another cache later.
         self.regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
-        self.regions.adopt("kv_cache", lambda: [self.cache.blocks, *self.states.tensors])
+        self.regions.adopt("kv_cache", lambda: [self.cache.blocks, self.states.rows])
         self.memory = RankMemory(self.regions, self.whole_rows, self.states, self.device)
         self.weights = RankWeights(self.model, tp, self.device)
         self.profile = RankProfile(tp.rank, self.device)

@@ -59,7 +59,8 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     cache of one block, and measures the graphs. One layer of each kind shows the most memory that a step
     takes, because a layer uses the memory of the one before it."""
     if runner.share is None:
-        return runner.config.kv_cache_memory_bytes // runner.cache.plan.block_bytes
+        of_rows = runner.states.rows.nbytes
+        return (runner.config.kv_cache_memory_bytes - of_rows) // runner.cache.plan.block_bytes
     num_seqs = min(runner.max_num_seqs, runner.max_num_tokens)
     query_len = min(runner.max_num_tokens // num_seqs, runner.max_model_len)
     with runner.model.one_layer_of_each_kind():
@@ -78,11 +79,11 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
 
 
 @torch.inference_mode()
-def allocate(runner: ModelRunner, num_blocks: int) -> None:
-    """Makes the cache and captures the graphs. Every rank must get the same number. Raises MemoryError or
-    torch.OutOfMemoryError."""
+def allocate(runner: ModelRunner, num_blocks: int, num_more: int = 0) -> None:
+    """Makes the cache and captures the graphs. Every rank must get the same numbers. `num_more`: blocks for
+    snapshots alone, after the others. Raises MemoryError or torch.OutOfMemoryError."""
     with runner.regions.holding("kv_cache"):
-        runner.cache.allocate(num_blocks)
+        runner.cache.allocate(num_blocks + num_more)
         runner.whole_rows.allocate(num_blocks)
     runner.state.reset()
     if runner.device.type == "cuda":

@@ -1,6 +1,7 @@
-"""`StateRows`: the states of recurrent layers on one rank: a row for each running sequence, and snapshots of
-rows. A row is one run of bytes, in which each layer has its part (`StatePlan`), so that a copy moves all
-layers at once. The scheduler says which row is copied when; the kernels write rows in place."""
+"""`StateRows`: the states of recurrent layers on one rank: a row for each running sequence. A row is one run
+of bytes, in which each layer has its part (`StatePlan`), so that a copy moves all layers at once. A snapshot
+of a row is in as many KV blocks as hold its bytes. The scheduler says which row is copied when; the kernels
+write rows in place."""
 
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ class StatePlan:
 
     layers: dict[int, tuple[StatePart, StatePart | None]]
     row_bytes: int  # 0: no layer has a state
+    num_blocks: int  # KV blocks of as many bytes together
 
     def views(self, rows: torch.Tensor) -> dict[int, LayerState]:
         return {
@@ -50,8 +52,8 @@ class StatePlan:
         }
 
 
-def plan_states(config: ResolvedConfig, model: ModelConfig) -> StatePlan:
-    """Returns the plan of each rank's rows. Ranks have the same shapes."""
+def plan_states(config: ResolvedConfig, model: ModelConfig, block_bytes: int) -> StatePlan:
+    """Returns the plan of each rank's rows. Ranks have the same shapes. `block_bytes`: a KV block's."""
     layers: dict[int, tuple[StatePart, StatePart | None]] = {}
     size, end = config.tensor_parallel_size, 0
     for i, kind in enumerate(model.layers):
@@ -65,7 +67,8 @@ def plan_states(config: ResolvedConfig, model: ModelConfig) -> StatePlan:
             state = StatePart(end, shape, getattr(torch, mixer.dtype if given == "auto" else given))
             end = _aligned(state.end)
         layers[i] = conv, state
-    return StatePlan(layers, end)
+    num_blocks = -(-end // block_bytes)
+    return StatePlan(layers, num_blocks * block_bytes, num_blocks)
 
 
 def _aligned(size: int) -> int:
@@ -73,35 +76,32 @@ def _aligned(size: int) -> int:
 
 
 class StateRows:
-    """`rows` is uint8 [num_rows + 1, bytes of a row], with a spare row for padding; `snapshots` is uint8
-    [slots, bytes of a row]. There are no slots until `allocate`. `layers`: the views of the layers that have
-    states."""
+    """`rows` is uint8 [num_rows + 1, bytes of a row], with a spare row for padding. `layers`: the views of
+    the layers that have states."""
 
     def __init__(self, plan: StatePlan, num_rows: int, ops: Ops, device: torch.device) -> None:
         self.plan, self._ops = plan, ops
         self.rows = torch.zeros(num_rows + 1, plan.row_bytes, dtype=torch.uint8, device=device)
-        self.snapshots = self.rows[:0]
         self.layers = plan.views(self.rows)
-
-    def allocate(self, num_slots: int) -> None:
-        """Replaces the snapshots by that many empty ones. Raises MemoryError or torch.OutOfMemoryError."""
-        shape = num_slots, self.plan.row_bytes
-        self.snapshots = torch.zeros(shape, dtype=torch.uint8, device=self.rows.device)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The memory that a sleep gives back."""
-        return self.rows, self.snapshots
 
     def memory_is_new(self) -> None:
         """To be called when the memory of the region has been released and taken again: the spare row must
         hold numbers, as padding computes with it."""
         self.rows[-1].zero_()
 
-    def save(self, rows_K: torch.Tensor, slots_K: torch.Tensor) -> None:
-        """Copies rows to slots, both int32. No slot may come twice. A pair with a slot of -1 is padding."""
-        self._ops.copy_rows(self.snapshots, slots_K, self.rows, rows_K)
+    def restore(self, copies: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copies snapshots to rows. `copies`: int32s of pack_copies; `blocks`: all KV blocks."""
+        parts, sources = copies.unflatten(0, (2, -1)).unbind()
+        self._ops.copy_rows(self._parts(blocks), parts, _bytes(blocks), sources)
 
-    def restore(self, slots_K: torch.Tensor, rows_K: torch.Tensor) -> None:
-        """Copies slots to rows, both int32. No row may come twice. A pair with a row of -1 is padding."""
-        self._ops.copy_rows(self.rows, rows_K, self.snapshots, slots_K)
+    def save(self, copies: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copies rows to snapshots."""
+        targets, parts = copies.unflatten(0, (2, -1)).unbind()
+        self._ops.copy_rows(_bytes(blocks), targets, self._parts(blocks), parts)
+
+    def _parts(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.rows.view(-1, blocks.shape[1] * blocks.itemsize)
+
+
+def _bytes(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.view(torch.uint8)

@@ -42,6 +42,7 @@ from shoal.engine.runner.logprobs import LogprobTensors, concatenate, logprobs, 
 from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.small_ops import start_copy
+from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
 from shoal.kernels.ops import Ops
@@ -104,6 +105,7 @@ class Steps:
         ops: Ops,
         state: BatchState,
         cache: KvCache,
+        states: StateRows,
         sampler: Sampler,
         whole_rows: WholeRowSampler,
         buffers: StepBuffers,
@@ -113,7 +115,7 @@ class Steps:
     ) -> None:
         """`mixed_shapes`: shapes that graphs capture, small to large."""
         self.model, self.ops = model, ops
-        self.state, self.cache = state, cache
+        self.state, self.cache, self.states = state, cache, states
         self.sampler, self.whole_rows = sampler, whole_rows
         self.buffers, self.layer_events = buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
@@ -134,13 +136,17 @@ class Steps:
         self.buffers.begin_step()
         # Most decode steps of a small batch send nothing.
         num_whole_rows = int(header[Header.NUM_WHOLE_ROWS])
-        if header[Header.NUM_UPDATES] or num_whole_rows or not header[Header.DECODE_ONLY]:
+        restores, num_state_ints = int(header[Header.RESTORES_SIZE]), int(header[Header.STATES_SIZE])
+        sends = header[Header.NUM_UPDATES] or num_whole_rows or num_state_ints
+        if sends or not header[Header.DECODE_ONLY]:
             on_device, spans = self.buffers.upload(packed), section_spans(header)
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
         if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
         if options is not None:
             self.whole_rows.start_rows(options)
+        if restores:
+            self.states.restore(sections["states"][:restores], self.cache.blocks)
         after_layer = self.layer_events.end_layer if self.layer_events.begin_step() else None
         if header[Header.DECODE_ONLY]:
             outcome = self._run_decode(header, after_layer)
@@ -149,6 +155,8 @@ class Steps:
             outcome = self._run_captured_mixed(header, inputs, sections, after_layer)
         else:
             outcome = self._run_mixed(packed, sections, after_layer)
+        if num_state_ints > restores:
+            self.states.save(sections["states"][restores:], self.cache.blocks)
         if num_whole_rows and outcome.logits_SV is not None:
             on_host = packed[slice(*spans["whole_rows"])]
             outcome.whole_rows = StepWholeRows(sections["whole_rows"], on_host, num_whole_rows, options)

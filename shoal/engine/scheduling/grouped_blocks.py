@@ -20,21 +20,6 @@ from shoal.kv.places import match, measure
 from shoal.stats import KvGroupStats, Stats
 
 
-def blocks_for(
-    groups: abc.Sequence[LayerGroup],
-    num_blocks: int,
-    block_size: int,
-    enable_prefix_caching: bool,
-    chunk: int,
-    max_model_len: int,
-) -> SequenceBlocks:
-    """Returns the blocks of a model with these groups. No groups: all layers see everything and share
-    blocks."""
-    if all(group.window is None for group in groups) and len(groups) < 2:
-        return SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
-    return GroupedBlocks(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
-
-
 class GroupedBlocks(SequenceBlocks):
     """chunk: the most tokens of one sequence that a step could compute. `self.chunk`, which it may compute,
     is less if that gives a small cache room for longer sequences."""
@@ -75,20 +60,14 @@ class GroupedBlocks(SequenceBlocks):
         return match(self.pool, self.groups, keys, self.block_size)
 
     def lacks_room(self, seq: Sequence) -> bool:
-        pool = self.pool
-        if sum(group.most_blocks(seq.num_tokens, self.chunk) for group in self.groups) <= pool.num_free:
+        num_free = self._num_free
+        if sum(group.most_blocks(seq.num_tokens, self.chunk) for group in self.groups) <= num_free:
             return False
-        if seq.tail is not None or not self._looks_up(seq):
-            found, num_cached = self.find(seq)
-            num_held = sum(pool.is_held(block) for block in _blocks_in(found))
-        else:
-            self._extend_keys(seq)
-            keys = seq.keys[: (seq.num_tokens - 1) // self.block_size]
-            num_cached, num_held = measure(pool, self.groups, keys, self.block_size)
+        num_cached, num_held = self._measure(seq)
         num_taken = sum(self._needed(seq, num_cached, num_cached)) - num_held
         # What lies before the windows takes no blocks.
         num_taken -= sum(group.first_block(num_cached) for group in self.groups)
-        return num_taken > pool.num_free and not self.is_coming(seq, num_cached // self.block_size)
+        return num_taken > num_free and not self.is_coming(seq, num_cached // self.block_size)
 
     def start(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
         has_started = super().start(seq, found, num_cached)
@@ -103,7 +82,7 @@ class GroupedBlocks(SequenceBlocks):
 
     def _take(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
         lacking, shared = self._lacking(seq, found, num_cached, num_cached), _blocks_in(found)
-        blocks = self.pool.try_allocate(sum(lacking), shared=shared)
+        blocks = self._allocate(sum(lacking), shared)
         if blocks is None:
             return False
         seq.tables = found
@@ -135,7 +114,7 @@ class GroupedBlocks(SequenceBlocks):
             self._release(table[start:end])
             table[start:end] = [NO_BLOCK] * (end - start)
         lacking = self._lacking(seq, seq.tables, seq.num_computed, num_tokens)
-        blocks = self.pool.try_allocate(sum(lacking))
+        blocks = self._allocate(sum(lacking))
         if blocks is None:
             return False
         self._add(seq, lacking, blocks)
@@ -149,6 +128,23 @@ class GroupedBlocks(SequenceBlocks):
             if block != NO_BLOCK
         ]
         return [block for _, block in sorted(own)]
+
+    @property
+    def _num_free(self) -> int:
+        """The number of blocks that `_allocate` could return."""
+        return self.pool.num_free
+
+    def _allocate(self, num_blocks: int, shared: abc.Sequence[int] = ()) -> list[int] | None:
+        return self.pool.try_allocate(num_blocks, shared)
+
+    def _measure(self, seq: Sequence) -> tuple[int, int]:
+        """Returns the number of tokens that `find` would find, and how many of their blocks are held."""
+        if seq.tail is not None or not self._looks_up(seq):
+            found, num_cached = self.find(seq)
+            return num_cached, sum(self.pool.is_held(block) for block in _blocks_in(found))
+        self._extend_keys(seq)
+        keys = seq.keys[: (seq.num_tokens - 1) // self.block_size]
+        return measure(self.pool, self.groups, keys, self.block_size)
 
     def _lacking(
         self, seq: Sequence, tables: abc.Sequence[list[int]], num_computed: int, num_tokens: int

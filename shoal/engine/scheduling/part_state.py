@@ -1,9 +1,12 @@
-"""State that parts of an engine keep in a sequence: its grammar, its completed fetches, a prefetched tail."""
+"""State that parts of an engine keep in a sequence: its grammar, its completed fetches, a prefetched tail,
+the snapshots of its states."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from shoal.kv.snapshots import StateSnapshot
 
 
 class GrammarState(Protocol):
@@ -62,3 +65,28 @@ class Tail:
     def block(self) -> int:
         """The last block of the first table."""
         return self.tables[0][-1]
+
+
+@dataclass(slots=True)
+class SeqStates:
+    """The snapshots of one sequence: those that it will take, and those that it has taken or restored."""
+
+    points: list[int] = field(
+        default_factory=list
+    )  # token counts at which chunks of its prompt end, ascending
+    # tokens of its prefix whose KV the cache had, with or without a snapshot
+    matched: int = 0
+    kept_at: int = 0  # tokens up to its last snapshot that is not replaced by later ones
+    restored: StateSnapshot | None = None  # from which its row begins; the restore is not planned yet
+    # taken but not findable yet, as the host has not seen all tokens: the number of tokens, and the snapshot
+    new: list[tuple[int, StateSnapshot]] = field(default_factory=list)
+    latest: StateSnapshot | None = None  # which the next one replaces
+    used: list[StateSnapshot] = field(default_factory=list)  # the others
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopies:
+    """Copies between state rows and snapshots: (row, the snapshot's blocks) of each."""
+
+    restores: list[tuple[int, list[int]]]  # before the step
+    saves: list[tuple[int, list[int]]]  # after it

@@ -28,10 +28,11 @@ from operator import attrgetter
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.fetches import Fetch
-from shoal.engine.scheduling.grouped_blocks import blocks_for
+from shoal.engine.scheduling.part_state import StateCopies
 from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.seams import Gate, Reserve
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.scheduling.state_blocks import SnapshotRoom, blocks_for
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.kv.groups import LayerGroup
@@ -83,6 +84,7 @@ class StepPlan:
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
     num_tokens: int
+    copies: StateCopies | None = None
 
 
 @dataclass(slots=True)
@@ -106,7 +108,8 @@ class Scheduler:
     target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
     tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;
     a step that the target shortens prefers one of them. queries: the most tokens of a decode in one step.
-    groups: which layers share blocks; none: all of them.
+    groups: which layers share blocks; none: all of them. snapshots: room for kept states, if layers are
+    recurrent.
 
     Parts of the engine (engine/step_part.py) attach themselves: to `gates`, where they may keep a sequence
     waiting, to `reserves`, where they are asked for blocks that they hold, and to `blocks`.
@@ -127,10 +130,10 @@ class Scheduler:
         step_sizes: abc.Sequence[int] = (),
         queries: int = 1,
         groups: abc.Sequence[LayerGroup] = (),
+        snapshots: SnapshotRoom | None = None,
     ) -> None:
-        self.blocks = blocks_for(
-            groups, num_blocks, block_size, enable_prefix_caching, max_num_batched_tokens, max_model_len
-        )
+        sizes = max_num_batched_tokens, max_model_len
+        self.blocks = blocks_for(groups, num_blocks, block_size, enable_prefix_caching, *sizes, snapshots)
         self.gates: list[Gate] = []
         self.reserves: list[Reserve] = []
         # the measured costs of steps; without them the target has no effect
@@ -255,7 +258,8 @@ class Scheduler:
         decodes.sort(key=attrgetter("start"), reverse=True)
         self._step_tokens += num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        return StepPlan((*decodes, *chunks), len(decodes), num_tokens)
+        entries = (*decodes, *chunks)
+        return StepPlan(entries, len(decodes), num_tokens, self.blocks.copies(entries))
 
     def update(self, plan: StepPlan, tokens: abc.Sequence[list[int]]) -> list[TokenResult]:
         """Applies the tokens that a step has sampled, a list for each of its entries that samples: one token,
@@ -499,7 +503,7 @@ class Scheduler:
             if seq.status is not PREFILL or seq.request.fetches_only:
                 continue
             start = seq.num_computed
-            num_tokens = min(budget.fit(start, seq.num_tokens - start), self.blocks.chunk)
+            num_tokens = self.blocks.fit(seq, start, budget.fit(start, seq.num_tokens - start))
             if num_tokens == 0:
                 break
             if seq.room < start + num_tokens and not self._grow(seq, start + num_tokens):
@@ -542,7 +546,8 @@ class Scheduler:
             found, num_cached = self.blocks.find(seq)
             if self.blocks.is_coming(seq, num_cached // self._block_size):
                 continue
-            num_tokens = min(budget.fit(num_cached, seq.num_tokens - num_cached), self.blocks.chunk)
+            num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
+            num_tokens = self.blocks.fit(seq, num_cached, num_tokens)
             if num_tokens == 0:
                 break
             if not self.blocks.start(seq, found, num_cached):

@@ -1,5 +1,6 @@
 """Declares how the scheduler and SequenceBlocks call the parts that an engine may have: gates, reserves and
-watchers. A part overrides StepPart (engine/step_part.py). Sources of KV blocks: fetches.py.
+watchers. A part overrides StepPart (engine/step_part.py). Sources of KV blocks: fetches.py. Also what
+SequenceBlocks sees of a step.
 """
 
 from __future__ import annotations
@@ -38,3 +39,12 @@ class BlockWatcher(Protocol):
         """A sequence, a fetch or a reader has given these blocks back. Steps in flight may still use
         them."""
         ...
+
+
+class SeqPart(Protocol):
+    """One sequence's part of a step (scheduler.ScheduledSeq)."""
+
+    seq: Sequence
+    row: int
+    start: int
+    num_tokens: int

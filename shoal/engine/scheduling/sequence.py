@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass, field
 
 from shoal.api import FinishReason, Request, TokenLogprobs
-from shoal.engine.scheduling.part_state import CompletedFetch, GrammarState, Tail
+from shoal.engine.scheduling.part_state import CompletedFetch, GrammarState, SeqStates, Tail
 from shoal.hashing import root_key
 
 
@@ -62,6 +62,7 @@ class Sequence:
     # of a continuation (engine/peers/prefetches.py), until it starts
     tail: Tail | None = None
     was_prefetched: bool = False  # no source is asked for its blocks
+    states: SeqStates | None = None  # snapshots of its row (state_blocks.py); None: waiting, or no states
     promised: list[bytes] = field(default_factory=list)  # keys of blocks that its prefill will make findable
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

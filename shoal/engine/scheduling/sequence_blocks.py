@@ -17,8 +17,8 @@ from bisect import bisect_left
 from collections import Counter, abc
 
 from shoal.engine.scheduling.fetches import Fetches
-from shoal.engine.scheduling.part_state import Tail
-from shoal.engine.scheduling.seams import BlockWatcher
+from shoal.engine.scheduling.part_state import StateCopies, Tail
+from shoal.engine.scheduling.seams import BlockWatcher, SeqPart
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
@@ -30,7 +30,8 @@ NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of
 
 class SequenceBlocks:
     """The KV blocks of one engine's sequences, for a model whose layers share all blocks: each sequence has
-    one table. grouped_blocks.py has the subclass for models with several groups of layers.
+    one table. grouped_blocks.py has the subclass for models with several groups of layers, and
+    state_blocks.py the one for models with recurrent layers.
 
     A sequence that waits has no blocks. From `start` to `release` it has blocks for all its tokens, in order,
     and `grow` adds those that a decode needs. This class writes the sequence's `tables`, `room`, `keys`,
@@ -105,6 +106,10 @@ class SequenceBlocks:
             num_promises -= bool(fetch.seq.promised)  # the fetch will keep this one
         return num_promises > 0
 
+    def fit(self, seq: Sequence, start: int, num_tokens: int) -> int:
+        """Returns how many of the sequence's `num_tokens` prompt tokens from `start` on one step computes."""
+        return min(num_tokens, self.chunk)
+
     def start(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
         """Gives a waiting sequence blocks. The first of each table are `found`, with the KV of `num_cached`
         tokens. Returns False, with nothing changed, if there is no room for the others."""
@@ -171,6 +176,10 @@ class SequenceBlocks:
         self._make_findable(seq, seq.register_at // size - 1, num_full)
         seq.register_at = (num_full + 1) * size
 
+    def copies(self, scheduled: abc.Sequence[SeqPart]) -> StateCopies | None:
+        """Returns the copies of states that belong to a step. It is called at the end of each step's plan."""
+        return None
+
     def prompt_ends(self, seq: Sequence) -> None:
         """Drops the sequence's promises of blocks: its prompt has been computed, or will not be."""
         for key in seq.promised:
@@ -231,7 +240,7 @@ class SequenceBlocks:
         """Checks references, promises and fetches. `running`: all sequences that have blocks. Raises
         AssertionError."""
         held = [*self._held.elements()]
-        for blocks in (*map(self.blocks_of, running), *self.fetches.held()):
+        for blocks in (*map(self.blocks_of, running), *self.fetches.held(), *self._held_more()):
             held += blocks
         self.pool.check(held)
         assert self._promised == Counter(key for seq in running for key in seq.promised), (
@@ -243,6 +252,10 @@ class SequenceBlocks:
             assert not seq.promised or seq.register_at != NEVER, "a promise that is not kept"
 
     # Inside
+
+    def _held_more(self) -> abc.Iterable[list[int]]:
+        """Returns the blocks that have something else than a sequence's KV."""
+        return ()
 
     def _looks_up(self, seq: Sequence) -> bool:
         """True if the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""

@@ -1,0 +1,30 @@
+"""`pack_copies`: a step's copies of states as int32s. batch.py sends them, state_rows.py carries them out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shoal.engine.scheduling.part_state import StateCopies
+
+# Pairs are padded to a multiple of as many, so that all sections begin at multiples of 16 bytes.
+ALIGNMENT = 4
+
+
+def pack_copies(copies: StateCopies) -> tuple[np.ndarray, int]:
+    """Returns the ints of a step's copies, and how many of them, the first ones, are the restores'. Each kind
+    has the places written to, and then the places read from. A row has parts of a block's bytes, which count
+    on from row to row."""
+    restores, saves = _pairs(copies.restores), _pairs(copies.saves)
+    packed = np.concatenate((*restores, *saves[::-1]))
+    return packed, 2 * len(restores[0])
+
+
+def _pairs(copies: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the parts of rows, and the block that belongs to each. Padding has -1 in both."""
+    size = len(copies[0][1]) if copies else 0
+    padded = -(-size * len(copies) // ALIGNMENT) * ALIGNMENT
+    parts, blocks = np.full((2, padded), -1, np.int32)
+    for i, (row, own) in enumerate(copies):
+        parts[i * size : (i + 1) * size] = np.arange(row * size, (row + 1) * size)
+        blocks[i * size : (i + 1) * size] = own
+    return parts, blocks

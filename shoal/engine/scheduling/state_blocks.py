@@ -1,0 +1,284 @@
+"""`StateBlocks`: `GroupedBlocks` of a model with recurrent layers. It says which snapshots of state rows are
+taken and which are restored.
+
+A state cannot be cut back, so a prefix is found only up to a snapshot (kv/snapshots.py). Snapshots are taken
+at the ends of blocks:
+
+    of a prompt    at its last full block and at the one before it, as templates change a prompt's last
+                   tokens with the next turn; where the prefix whose KV was cached ends, though no snapshot
+                   was there, as others will leave it there, too; and where a waiting sequence will leave
+                   this one's path. Chunks end at these points. Where a chunk ends anyway, a snapshot is taken
+                   for as many tokens as have KV of its size
+    while decoding at each block. It takes the place of the one before, so that a sequence that ends or is
+                   preempted leaves one behind
+
+A step has copies between rows and snapshots. A restore comes before the step, and a snapshot is taken after
+it. So a snapshot can be found by the plans after its own, and while decoding only when the host has seen all
+of its tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import abc
+from dataclasses import dataclass
+
+from shoal.engine.scheduling.grouped_blocks import GroupedBlocks
+from shoal.engine.scheduling.part_state import SeqStates, StateCopies
+from shoal.engine.scheduling.seams import SeqPart
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.sequence_blocks import NEVER, SequenceBlocks
+from shoal.kv.groups import LayerGroup
+from shoal.kv.places import match, measure
+from shoal.kv.snapshots import Snapshots, StateSnapshot
+from shoal.stats import Stats
+
+# A chunk that ends for the sake of a waiting sequence costs a step, which takes about as long as this many
+# tokens of a prompt.
+CUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRoom:
+    """blocks: how many KV blocks a snapshot takes. beside: how many there are for snapshots alone, after the
+    others; 0: snapshots and KV share all blocks."""
+
+    blocks: int
+    beside: int = 0
+
+
+def blocks_for(
+    groups: abc.Sequence[LayerGroup],
+    num_blocks: int,
+    block_size: int,
+    enable_prefix_caching: bool,
+    chunk: int,
+    max_model_len: int,
+    snapshots: SnapshotRoom | None = None,
+) -> SequenceBlocks:
+    """Returns the blocks of a model with these groups. No groups: all layers see everything and share
+    blocks. `snapshots`: None if no layer is recurrent."""
+    if snapshots is None and all(group.window is None for group in groups) and len(groups) < 2:
+        return SequenceBlocks(num_blocks, block_size, enable_prefix_caching)
+    args = groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len
+    return GroupedBlocks(*args) if snapshots is None else StateBlocks(*args, snapshots)
+
+
+class StateBlocks(GroupedBlocks):
+    """`snapshots`: the kept states. This class writes a sequence's `states`."""
+
+    def __init__(
+        self,
+        groups: abc.Sequence[LayerGroup],
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        chunk: int,
+        max_model_len: int,
+        room: SnapshotRoom,
+    ) -> None:
+        super().__init__(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
+        self.snapshots = Snapshots(self.pool, room.blocks, room.beside)
+        # A snapshot takes as many bytes as the KV of this many tokens. At this distance a byte of either
+        # saves as much computing, whatever a token costs.
+        blocks_a_token = sum(1 / group.block_size for group in groups if group.window is None)
+        self._distance = room.blocks / blocks_a_token if blocks_a_token else chunk
+
+    # A sequence's life
+
+    def find(self, seq: Sequence) -> tuple[list[list[int]], int]:
+        tables, matched = super().find(seq)
+        size, end = self.block_size, matched
+        while (found := self.snapshots.longest(seq.keys, end // size) * size) < end:
+            tables, end = match(self.pool, self.groups, seq.keys[: found // size], size)
+        prompt, whole = (n // self.largest * self.largest for n in (seq.num_prompt_tokens, seq.num_tokens))
+        points = sorted({point for point in (prompt - self.largest, prompt, whole, matched) if point > end})
+        seq.states = SeqStates(points if self.pool.enable_caching else [], matched, kept_at=end)
+        return tables, end
+
+    def fit(self, seq: Sequence, start: int, num_tokens: int) -> int:
+        """Ends a chunk at the next point, and else at the end of a block, where a snapshot can be taken."""
+        num_tokens = super().fit(seq, start, num_tokens)
+        end, size = start + num_tokens, self.largest
+        if self.pool.enable_caching and seq.register_at != NEVER:
+            point = next((point for point in _states(seq).points if point > start), end)
+            if point < end:
+                end = point
+            elif start < end // size * size and end < seq.num_tokens:
+                end = end // size * size
+        return end - start
+
+    def start(self, seq: Sequence, found: list[list[int]], num_cached: int) -> bool:
+        snapshot = None
+        if num_cached:
+            snapshot = self.snapshots.find(seq.keys[num_cached // self.block_size - 1])
+            assert snapshot is not None, "a prefix without a snapshot"
+            self.snapshots.pin(snapshot)
+        if not super().start(seq, found, num_cached):
+            if snapshot is not None:
+                self.snapshots.unpin(snapshot)
+            return False
+        if snapshot is not None:
+            self.snapshots.use(snapshot)
+        _states(seq).restored = snapshot
+        return True
+
+    def computed(self, seq: Sequence) -> None:
+        super().computed(seq)
+        new = _states(seq).new
+        while new and new[0][0] < seq.register_at:
+            end, snapshot = new.pop(0)
+            if self.snapshots.is_new(snapshot):
+                self._make_snapshot_findable(seq, end, snapshot)
+
+    def copies(self, scheduled: abc.Sequence[SeqPart]) -> StateCopies | None:
+        restores: list[tuple[int, list[int]]] = []
+        saves: list[tuple[int, list[int]]] = []
+        for entry in scheduled:
+            seq, states, end = entry.seq, _states(entry.seq), entry.start + entry.num_tokens
+            if states.restored is not None:
+                restores.append((entry.row, states.restored.blocks))
+                self.snapshots.unpin(states.restored)
+                states.used.append(states.restored)
+                states.restored = None
+            if end % self.largest == 0 and seq.register_at != NEVER:
+                snapshot = self._save(seq, end)
+                if snapshot is not None:
+                    saves.append((entry.row, snapshot.blocks))
+        return StateCopies(restores, saves) if restores or saves else None
+
+    def release(self, seq: Sequence) -> None:
+        super().release(seq)
+        states = _states(seq)
+        if states.restored is not None:
+            self.snapshots.unpin(states.restored)
+        self._drop_new(states)
+        # They are as old as the sequence's blocks, not older.
+        for snapshot in (*states.used, states.latest):
+            if snapshot is not None and self.snapshots.find(snapshot.key) is snapshot:
+                self.snapshots.use(snapshot)
+        seq.states = None
+
+    # Everything else
+
+    def reset(self, running: abc.Iterable[Sequence]) -> bool:
+        running = list(running)
+        for seq in running:
+            states = _states(seq)
+            self._drop_new(states)
+            states.points, states.latest, states.used = [], None, []
+        self.snapshots.forget_all()
+        return super().reset(running)
+
+    def fill_in(self, stats: Stats) -> None:
+        super().fill_in(stats)
+        snapshots = self.snapshots
+        for blocks in snapshots.held():
+            for block in blocks:
+                stats.kv_groups[self._group_of[block]].used_blocks -= 1
+        stats.num_free_blocks = self._num_free
+        stats.num_snapshots, stats.num_free_snapshots = snapshots.num_found, snapshots.num_free
+
+    def check(self, running: abc.Sequence[Sequence]) -> None:
+        super().check(running)
+        states = [_states(seq) for seq in running]
+        pinned = [own.restored for own in states if own.restored is not None]
+        new = [snapshot for own in states for _, snapshot in own.new if self.snapshots.is_new(snapshot)]
+        self.snapshots.check(pinned, new)
+        for seq, own in zip(running, states):
+            assert all(end >= seq.register_at for end, _ in own.new), "a snapshot that waits for nothing"
+
+    # Inside
+
+    @property
+    def _num_free(self) -> int:
+        return self.pool.num_free + self.snapshots.num_free_blocks
+
+    def _allocate(self, num_blocks: int, shared: abc.Sequence[int] = ()) -> list[int] | None:
+        if num_blocks:
+            self.pool.hold(shared)  # what is found must not be evicted to make room
+            self.snapshots.make_room(num_blocks)
+            self.pool.release(shared)
+        return super()._allocate(num_blocks, shared)
+
+    def _measure(self, seq: Sequence) -> tuple[int, int]:
+        end, num_held = super()._measure(seq)
+        size = self.block_size
+        while (found := self.snapshots.longest(seq.keys, end // size) * size) < end:
+            end, num_held = measure(self.pool, self.groups, seq.keys[: found // size], size)
+        return end, num_held
+
+    def _num_promises(self, seq: Sequence, index: int, end: int) -> int:
+        """Returns how many sequences will take a snapshot that this one can begin with. Has one take it where
+        their paths part, if that saves more than it costs."""
+        size, num_promises = self.block_size, 0
+        for other in self._prefilling:
+            parting = _num_common(seq.keys[:end], other.keys, index) * size // self.largest * self.largest
+            # A snapshot that was planned in this step is not findable yet.
+            behind = max(index * size, other.num_computed - 1)
+            points = _states(other).points
+            coming = [point for point in points if behind < point <= parting]
+            if parting - max([behind, *coming]) >= CUT_TOKENS:
+                insort(points, parting)
+                coming.append(parting)
+            num_promises += bool(coming)
+        return num_promises
+
+    def _held_more(self) -> abc.Iterable[list[int]]:
+        return self.snapshots.held()
+
+    def _save(self, seq: Sequence, end: int) -> StateSnapshot | None:
+        """Plans the snapshot of a sequence that will have computed `end` tokens. Returns it, or None if there
+        is one already, or no room."""
+        is_findable = end < seq.register_at
+        if is_findable:
+            found = self.snapshots.find(seq.keys[end // self.block_size - 1])
+            if found is not None:
+                self._pass_on(_states(seq), end, found)
+                return None
+        snapshot = self.snapshots.take()
+        if snapshot is None:
+            return None
+        if is_findable:
+            self._make_snapshot_findable(seq, end, snapshot)
+        else:
+            _states(seq).new.append((end, snapshot))
+        return snapshot
+
+    def _make_snapshot_findable(self, seq: Sequence, end: int, snapshot: StateSnapshot) -> None:
+        states, key = _states(seq), seq.keys[end // self.block_size - 1]
+        found = self.snapshots.find(key)
+        if found is not None:
+            self.snapshots.drop(snapshot)
+            self._pass_on(states, end, found)
+            return
+        self.snapshots.register(snapshot, key)
+        is_kept = end in states.points or end - states.kept_at >= self._distance
+        self._pass_on(states, end, snapshot if is_kept else None)
+        if not is_kept:
+            states.latest = snapshot
+
+    def _pass_on(self, states: SeqStates, end: int, kept: StateSnapshot | None) -> None:
+        """Ends the time of a sequence's latest snapshot, as there is one at `end`: `kept`, if it stays."""
+        latest, states.latest = states.latest, None
+        if latest is not None and not latest.is_used and self.snapshots.find(latest.key) is latest:
+            self.snapshots.drop(latest)
+        if kept is not None:
+            states.used.append(kept)
+            states.kept_at = end
+
+    def _drop_new(self, states: SeqStates) -> None:
+        for _, snapshot in states.new:
+            if self.snapshots.is_new(snapshot):
+                self.snapshots.drop(snapshot)
+        states.new = []
+
+
+def _num_common(keys: list[bytes], others: list[bytes], start: int) -> int:
+    """Returns the number of keys that two chains have in common, if that is `start` at least."""
+    end = min(len(keys), len(others))
+    return start + bisect_left(range(start, end), True, key=lambda i: keys[i] != others[i])
+
+
+def _states(seq: Sequence) -> SeqStates:
+    assert seq.states is not None
+    return seq.states

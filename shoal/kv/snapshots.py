@@ -1,0 +1,222 @@
+"""`Snapshots`: kept states of recurrent layers, each in as many KV blocks as hold its bytes, and found by the
+key of the block at whose end it was taken.
+
+KV blocks and snapshots share one memory, and the load divides it: both are evicted in the order of their last
+use. A snapshot is of no use without the KV blocks before it, so it goes when the last of these goes. No
+torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from shoal.kv.blocks import BlockPool
+
+
+class StateSnapshot:
+    """One kept state. `blocks` are in the order of the row's parts."""
+
+    __slots__ = ("blocks", "is_used", "key", "num_pins", "used_at")
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self.key = b""  # until it is registered
+        self.is_used = False  # by another sequence than the one that took it, or after this one's end
+        self.num_pins = 0  # restores that are not planned yet
+        self.used_at = 0  # on the pool's clock, `num_freed`
+
+
+class Snapshots:
+    """`size`: blocks of a snapshot. The pool counts the blocks of snapshots as held.
+
+    `beside`: 0, or how many blocks after the pool's own are there for snapshots alone, which then take no
+    others. The books are pure, and a listener of the pool."""
+
+    def __init__(self, pool: BlockPool, size: int, beside: int = 0) -> None:
+        self.size = size
+        self.is_shared = not beside
+        self._pool = pool
+        self._source = pool if self.is_shared else BlockPool(beside, enable_caching=False)
+        self._offset = 0 if self.is_shared else pool.num_blocks
+        self._found: OrderedDict[bytes, StateSnapshot] = OrderedDict()  # by last use, the oldest first
+        # taken and not registered yet, or forgotten while a restore is not planned yet
+        self._others: set[StateSnapshot] = set()
+        self._spares: list[list[int]] = []  # blocks of dropped snapshots
+        self._num_pinned = 0  # findable ones with a pin
+        pool.listeners.append(self)
+
+    # What is there
+
+    def find(self, key: bytes) -> StateSnapshot | None:
+        return self._found.get(key)
+
+    def longest(self, keys: list[bytes], end: int) -> int:
+        """Returns the most of the first `end` keys at whose last one a snapshot was taken."""
+        found = self._found
+        return next((i for i in range(end, 0, -1) if keys[i - 1] in found), 0) if found else 0
+
+    @property
+    def num_found(self) -> int:
+        return len(self._found)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the pool that it would get back if all snapshots that may go were evicted."""
+        return self.size * self._num_evictable if self.is_shared else 0
+
+    @property
+    def num_free(self) -> int:
+        """The number of snapshots that could be taken if everything were evicted that may be."""
+        return self._source.num_free // self.size + self._num_evictable
+
+    # Taking and giving back
+
+    def take(self) -> StateSnapshot | None:
+        """Returns a new snapshot, to be registered or dropped. It evicts what was used longest ago, KV blocks
+        or a snapshot. None: no block is free."""
+        if self._spares:
+            return self._new(self._spares.pop())
+        if self.is_shared:
+            self._evict_older()
+        blocks = self._source.try_allocate(self.size)
+        while blocks is None and self._evict_oldest():
+            blocks = self._source.try_allocate(self.size)
+        return None if blocks is None else self._new([self._offset + block for block in blocks])
+
+    def make_room(self, num_blocks: int) -> None:
+        """Gives the pool blocks back, as far as it needs them for this many, or has used its own later."""
+        if not self.is_shared:
+            return
+        while self._spares and self._pool.num_free < num_blocks:
+            self._give_back(self._spares.pop())
+        self._evict_older()
+        while self._pool.num_free < num_blocks and (self._evict_oldest() or self._drop_new()):
+            pass
+
+    def register(self, snapshot: StateSnapshot, key: bytes) -> None:
+        """Makes a new snapshot findable. There is no other with this key."""
+        assert key not in self._found and snapshot in self._others
+        self._others.remove(snapshot)
+        snapshot.key, self._found[key] = key, snapshot
+        snapshot.used_at = self._pool.num_freed
+
+    def is_new(self, snapshot: StateSnapshot) -> bool:
+        """False if a new snapshot has lost its blocks to the pool, which `make_room` may do."""
+        return snapshot in self._others
+
+    def use(self, snapshot: StateSnapshot) -> None:
+        """Makes a findable snapshot the one that was used last."""
+        snapshot.is_used = True
+        self._found.move_to_end(snapshot.key)
+        snapshot.used_at = self._pool.num_freed
+
+    def pin(self, snapshot: StateSnapshot) -> None:
+        """Keeps a findable snapshot from eviction until `unpin`."""
+        snapshot.num_pins += 1
+        self._num_pinned += snapshot.num_pins == 1
+
+    def unpin(self, snapshot: StateSnapshot) -> None:
+        snapshot.num_pins -= 1
+        if snapshot.num_pins == 0:
+            if snapshot in self._others:
+                self.drop(snapshot)
+            else:
+                self._num_pinned -= 1
+
+    def drop(self, snapshot: StateSnapshot) -> None:
+        """Forgets a snapshot, findable or new."""
+        if self._found.get(snapshot.key) is snapshot:
+            del self._found[snapshot.key]
+            self._num_pinned -= snapshot.num_pins > 0
+        self._others.discard(snapshot)
+        if snapshot.num_pins:
+            self._others.add(snapshot)
+        else:
+            self._spares.append(snapshot.blocks)
+
+    def forget_all(self) -> None:
+        """Forgets the findable ones, and gives the pool its blocks back."""
+        for snapshot in list(self._found.values()):
+            self.drop(snapshot)
+        while self._spares:
+            self._give_back(self._spares.pop())
+
+    # The pool's listener
+
+    def removed(self, key: bytes, block: int) -> None:
+        snapshot = self._found.get(key)
+        if snapshot is not None:
+            self.drop(snapshot)
+
+    def cleared(self) -> None:
+        for snapshot in list(self._found.values()):
+            self.drop(snapshot)
+
+    # Checks
+
+    def held(self) -> Iterator[list[int]]:
+        """Returns the blocks of the pool that snapshots have."""
+        if self.is_shared:
+            yield from self._spares
+            for snapshot in (*self._found.values(), *self._others):
+                yield snapshot.blocks
+
+    def check(self, pinned: list[StateSnapshot], new: list[StateSnapshot]) -> None:
+        """`pinned`: the snapshot of each restore that is not planned yet; `new`: those that were taken and
+        not registered. Raises AssertionError."""
+        for key, snapshot in self._found.items():
+            assert snapshot.key == key and self._pool.find(key) is not None, "a snapshot without its KV"
+        everything = [*self._found.values(), *self._others]
+        assert all(len(snapshot.blocks) == self.size for snapshot in everything), "a snapshot of another size"
+        assert all(snapshot.num_pins == pinned.count(snapshot) for snapshot in everything), "pins miscounted"
+        assert all(snapshot in everything for snapshot in pinned), "a restore from a snapshot that is gone"
+        assert self._num_pinned == sum(snapshot.num_pins > 0 for snapshot in self._found.values())
+        forgotten = {snapshot for snapshot in pinned if self._found.get(snapshot.key) is not snapshot}
+        assert self._others == forgotten | set(new), "snapshots without a sequence"
+        assert len(new) == len(set(new)), "a snapshot that two sequences take"
+        if not self.is_shared:
+            blocks = [*self._spares, *(snapshot.blocks for snapshot in everything)]
+            self._source.check([block - self._offset for own in blocks for block in own])
+
+    # Inside
+
+    @property
+    def _num_evictable(self) -> int:
+        return len(self._found) + len(self._spares) - self._num_pinned
+
+    def _new(self, blocks: list[int]) -> StateSnapshot:
+        snapshot = StateSnapshot(blocks)
+        self._others.add(snapshot)
+        return snapshot
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self._source.release([block - self._offset for block in blocks])
+
+    def _oldest(self) -> StateSnapshot | None:
+        return next((snapshot for snapshot in self._found.values() if not snapshot.num_pins), None)
+
+    def _evict_oldest(self) -> bool:
+        """Evicts the snapshot that was used longest ago; False: none may go."""
+        oldest = self._oldest()
+        if oldest is None:
+            return False
+        del self._found[oldest.key]
+        self._give_back(oldest.blocks)
+        return True
+
+    def _drop_new(self) -> bool:
+        """Gives the pool the blocks of a snapshot that is not registered yet; False: there is none."""
+        new = next((snapshot for snapshot in self._others if not snapshot.num_pins), None)
+        if new is None:
+            return False
+        self._others.remove(new)
+        self._give_back(new.blocks)
+        return True
+
+    def _evict_older(self) -> None:
+        """Evicts the snapshots that were used before the block that the pool would evict next."""
+        while (oldest := self._oldest()) is not None:
+            age = self._pool.next_age()
+            if age is None or age <= oldest.used_at:
+                return
+            self._evict_oldest()
