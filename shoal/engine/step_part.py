@@ -40,6 +40,9 @@ class StepPart:
     def aborted(self, request_id: str) -> None:
         """A request was aborted that the scheduler does not have. The part may have taken it over."""
 
+    def all_aborted(self) -> None:
+        """All requests were aborted, and so must be the ones that the part has taken over."""
+
     # A step, while the engine is not paused
 
     def before_schedule(self) -> None:

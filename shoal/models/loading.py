@@ -3,6 +3,7 @@ takes its own shard (layers/loading.py)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -20,6 +21,8 @@ from shoal.models.decoder import Decoder
 from shoal.models.layouts.layout import made_up
 from shoal.models.layouts.registry import BY_NAME
 from shoal.models.registry import BY_NAME as ARCHITECTURES
+
+LAYER = re.compile(r"layers\.(\d{1,6})\.")
 
 
 class Loading:
@@ -95,10 +98,13 @@ def layer_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[Checkpo
 
 
 def by_halves(tensor: CheckpointTensor, config: ModelConfig) -> CheckpointTensor:
-    """A tensor of q or k whose rotated pairs are neighbours in the checkpoint. Its rows are moved such that
-    the pairs lie half of the rotated numbers apart. Only GGUF's packed rows can be moved; others are
-    unpacked."""
-    attention = config.attention
+    """A tensor of q or k of a layer whose rotated pairs are neighbours in the checkpoint. Its rows are moved
+    such that the pairs lie half of the rotated numbers apart. Only GGUF's packed rows can be moved; others
+    are unpacked."""
+    layer = LAYER.search(tensor.name)
+    assert layer is not None, f"{tensor.name} belongs to no layer"
+    attention = config.layers[int(layer[1])].attention
+    assert attention is not None, f"{tensor.name} belongs to a layer without attention"
 
     def load(stored: Loaded, name: str) -> None:
         rotated = torch.arange(attention.rotary_dim, device="cpu").view(-1, 2).T.flatten()

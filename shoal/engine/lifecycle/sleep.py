@@ -163,6 +163,10 @@ class Sleeper:
         and otherwise frozen. Under "wait" only requests that an earlier call kept are left."""
         if mode == "abort":
             self._scheduler.abort_all()
+            pool = self._scheduler.blocks.pool
+            if pool.num_free < pool.num_blocks:  # parts hold blocks, maybe of requests that they took over
+                for part in self._parts:
+                    part.all_aborted()
         if cache_went:
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()

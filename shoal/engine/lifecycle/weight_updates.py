@@ -30,7 +30,7 @@ from shoal.models.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
-from shoal.weights.loader import check_shapes, is_derived
+from shoal.weights.loader import check_shapes, is_derived, is_draft
 from shoal.weights.safetensors import OTHER_PART, full_name
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.store import is_url
@@ -292,7 +292,7 @@ class Weights:
             )
         shapes, names = self._shapes, set()
         for name, dtype, shape in listed:
-            if is_derived(name, self._model_config):
+            if is_derived(name, self._model_config) or is_draft(name, self._model_config):
                 continue
             check_tensor(str(name), shapes.get(name), shape, dtype)
             if name in names:

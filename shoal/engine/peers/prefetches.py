@@ -110,6 +110,9 @@ class Prefetches(StepPart):
         if request_id in self._held:
             self._end(request_id, FinishReason.ABORT)
 
+    def all_aborted(self) -> None:
+        self._end_all(FinishReason.ABORT)
+
     def after_reset(self) -> None:
         self._end_all(FinishReason.LENGTH)
 

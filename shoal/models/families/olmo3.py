@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import full_every
+from shoal.models.config_rope import rope_values
 from shoal.models.families import olmo2
+
+
+def _sliding_rope(fields: ConfigFields) -> Mapping[str, Any]:
+    return {"rope_theta": rope_values(fields).get("rope_theta")}
+
 
 ARCHITECTURE = Architecture(
     name="olmo3",
@@ -19,6 +29,6 @@ ARCHITECTURE = Architecture(
     },
     read=olmo2.read,
     layer_types=lambda fields, num_layers: full_every(4, num_layers),
-    sliding_rope=lambda fields: {"rope_theta": fields.get("rope_theta")},
+    sliding_rope=_sliding_rope,
     layer_class=olmo2.layer_class,
 )

@@ -308,6 +308,20 @@ def test_a_cache_that_was_reset_under_a_prefetch_request_is_computed(trio):  # n
     assert first.tokens + tokens == expected.tokens
 
 
+def test_a_sleep_that_aborts_requests_ends_a_prefetch_request_that_is_held(build, trio):  # noqa: F811
+    """Regression: at level 0 its blocks stayed held until they were due."""
+    reader = build("kv_consumer")
+    [first] = run(trio.lender, request("p", offers_kv=True, max_tokens=1))
+    reader.add(request("f", kv_ticket=first.ticket, fetches_only=True))
+    until(lambda: prefetches(reader).held_blocks(), reader)
+    reader.sleep(0, mode="abort")
+    assert not prefetches(reader).held_blocks()
+    reader.wake_up()
+    (ended,) = reader.step()
+    assert (ended.request_id, ended.finish_reason) == ("f", FinishReason.ABORT)
+    all_is_given_back(trio.lender, reader)
+
+
 @pytest.mark.parametrize("way", ["sleep", "weights"])
 def test_a_cache_that_is_lost_under_a_prefetch_request_is_computed(build, trio, folder, tmp_path, way):  # noqa: F811
     """The tail has no key that the pool could forget. With other weights, the rest is theirs."""

@@ -1,6 +1,7 @@
 """Sleep mode and new weights on the CPU: the same tokens after any sleep, clear refusals meanwhile, nothing
 half done."""
 
+import json
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ from shoal.stats import SleepState
 from shoal.weights.transfer import SharedTensors, open_tensor
 from tests import tiny
 from tests.cpu.weights.test_weights_gguf import write_gguf
+from tests.tiny_families import write_family
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((3, 17, 40, 70))]
 COUNT = 14
@@ -760,6 +762,20 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
 
 
 # Tensors
+
+
+def test_tensors_of_layers_that_draft_are_left_out(build, tmp_path):
+    """Regression: they were refused as unknown, though the files have them."""
+    folder = write_family(tmp_path, "glm4-moe")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    llm = build(folder)
+    last = f"model.layers.{config['num_hidden_layers']}"
+    draft = {f"{last}.eh_proj.weight": torch.ones(48, 96), f"{last}.input_layernorm.weight": torch.ones(48)}
+    llm.update_weights_from_tensors(draft | load_file(folder / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="input_layernorm"):
+        llm.update_weights_from_tensors({f"{last}1.input_layernorm.weight": torch.ones(48)})
 
 
 def test_tensors_of_this_process_replace_some_or_all_weights(folder, build, expected, changed):

@@ -15,11 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
+from shoal.layers.loading import CheckpointTensor
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_json import overridden, text_config
+from shoal.models.config_json import config_from_json, overridden, text_config
 from shoal.models.config_layers import FULL, SLIDING, full_every, given_layer_types
 from shoal.models.config_rope import read_ropes
+from shoal.models.loading import by_halves
 from shoal.models.rope import rope_frequencies
 from shoal.weights.loader import is_draft
 from shoal.weights.safetensors import full_name, safetensors_headers
@@ -278,3 +280,37 @@ def test_a_text_model_within_a_multimodal_one_is_that_model(root, tmp_path, monk
     assert resolve(str(tmp_path)).config == resolve(str(folder)).config
     (_, headers), *_ = safetensors_headers(tmp_path)
     assert set(headers) == set(tensors)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(rope_parameters=dict(rope_type="default", rope_theta=12345.0)),
+        dict(rope_parameters=dict(YARN, rope_theta=12345.0, factor=8.0, original_max_position_embeddings=64)),
+        dict(rope_theta=12345.0, rope_scaling=dict(YARN, factor=8.0, original_max_position_embeddings=64)),
+    ],
+    ids=["new form", "new form, scaled", "old form"],
+)
+def test_windows_of_olmo3_have_the_base_of_the_whole_model(fields):
+    """Regression: with one rope in the new form they had the default base."""
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, architectures=["Olmo3ForCausalLM"])
+    config = config_from_json(sizes | heads | fields, "tiny")
+    ropes = [kind.attention.rope for kind in config.layers]
+    assert [rope.theta for rope in ropes] == [12345.0] * 4
+    assert {rope.kind for rope in ropes[:3]} == {"default"}
+
+
+def test_pairs_of_each_layer_are_moved_as_that_layer_rotates_them(root):
+    """Regression: the first layer's rope decided for all layers."""
+    config = resolve(str(tiny.write_model(root, "llama"))).config
+    first = config.layers[0].with_attention(rope=None)
+    config = dataclasses.replace(config, layers=(first, *config.layers[1:]))
+    head_dim, moved = config.attention.head_dim, {}
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        tensor = CheckpointTensor(name, (head_dim, 1), lambda loaded, name: moved.update({name: loaded}))
+        by_halves(tensor, config).load(torch.arange(head_dim)[:, None], name)
+    unmoved, halves = ([*loaded.flatten()] for loaded in moved.values())
+    assert unmoved == [*range(head_dim)]
+    assert halves == [*range(0, head_dim, 2), *range(1, head_dim, 2)]
