@@ -30,14 +30,21 @@ class Attention(nn.Module):
     hidden."""
 
     def __init__(
-        self, config: ModelConfig, kind: AttentionKind, tp: TensorParallel, ops: Ops, backends: Backends
+        self,
+        config: ModelConfig,
+        kind: AttentionKind,
+        tp: TensorParallel,
+        ops: Ops,
+        backends: Backends,
+        in_features: int | None = None,
     ) -> None:
+        """`in_features`: what q, k and v are made of; None: a hidden state."""
         super().__init__()
         self.ops, self.eps, self.shape = ops, config.rms_norm_eps, attention_shape(kind, tp.size)
         self.kind, self.backend, n = kind, backends[self.shape], kind.head_dim
         replicas, kv = kind.kv_head_replicas(tp.size), kind.num_kv_heads * n
         self.qkv_proj = Linear(
-            config.hidden_size,
+            in_features or config.hidden_size,
             {"q_proj": kind.num_heads * n} | ({"k_proj": kv, "v_proj": kv} if kind.kv_layer is None else {}),
             tp,
             ops,

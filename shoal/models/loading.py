@@ -71,10 +71,16 @@ def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
         if isinstance(module, MatrixLayer):
             plain = experts_only and not isinstance(module, ExpertMatrix)
             module.load_dummy(path, generator, None if plain else quantized)
-    for name, parameter in model.named_parameters():
+    fill_parameters(model, generator)
+
+
+@torch.no_grad()
+def fill_parameters(module: nn.Module, generator: torch.Generator) -> None:
+    """Makes up the parameters of a module: norms are 1, and other numbers are small."""
+    for name, parameter in module.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
-        else:
+        elif parameter.is_floating_point():
             parameter.uniform_(-0.02, 0.02, generator=generator)
 
 
