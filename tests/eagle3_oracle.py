@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 
-def head_tensors(config: dict[str, Any], target_size: int, draft_vocab: int, seed: int = 5) -> dict[str, torch.Tensor]:
+def head_tensors(
+    config: dict[str, Any], target_size: int, draft_vocab: int, seed: int = 5
+) -> dict[str, torch.Tensor]:
     """Random tensors of a head with one layer of this Llama config, under published names."""
     generator = torch.Generator().manual_seed(seed)
     size, inter, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -65,7 +67,12 @@ def write_head(
                 algorithm="eagle3",
                 default_proposal_method="greedy",
                 proposal_methods=[
-                    dict(proposal_type="greedy", speculative_tokens=3, accept_tolerance=0.0, verifier_accept_k=1)
+                    dict(
+                        proposal_type="greedy",
+                        speculative_tokens=3,
+                        accept_tolerance=0.0,
+                        verifier_accept_k=1,
+                    )
                 ],
                 verifier=dict(architectures=["LlamaForCausalLM"], name_or_path="org/model"),
             ),
@@ -139,13 +146,17 @@ class HeadOracle:
         pair = torch.cat((self._norm("layers.0.input_layernorm", embedded), normed), dim=-1)
         length = len(following)
         q, k, v = (
-            (pair @ self.tensors[f"layers.0.self_attn.{name}_proj.weight"].T).view(length, -1, self.dim).transpose(0, 1)
+            (pair @ self.tensors[f"layers.0.self_attn.{name}_proj.weight"].T)
+            .view(length, -1, self.dim)
+            .transpose(0, 1)
             for name in "qkv"
         )
         cos, sin = self.rotary(pair[None], torch.arange(length)[None])
         q, k = (x * cos[0] + rotate_half(x) * sin[0] for x in (q, k))
         k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
-        scores = (q @ k.transpose(1, 2) / self.dim**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
+        scores = (q @ k.transpose(1, 2) / self.dim**0.5).masked_fill(
+            torch.ones(length, length).triu(1).bool(), -1e9
+        )
         attended = (scores.softmax(dim=-1) @ v).transpose(0, 1).reshape(length, -1)
         x = residual + attended @ self.tensors["layers.0.self_attn.o_proj.weight"].T
         x = x + self.mlp(self._norm("layers.0.post_attention_layernorm", x))
@@ -173,7 +184,9 @@ class HeadOracle:
 class TargetOracle:
     """A target run by `transformers`: its greedy answers, and the steps that they take with a head."""
 
-    def __init__(self, path: Path, head: HeadOracle | None = None, layers: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, path: Path, head: HeadOracle | None = None, layers: tuple[int, ...] | None = None
+    ) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         num_layers = self.model.config.num_hidden_layers
         self.head, self.layers = head, layers or (2, num_layers // 2, num_layers - 3)
@@ -210,7 +223,3 @@ class TargetOracle:
             drafted, accepted = drafted + len(draft), accepted + right
             at, steps = at + right + 1, steps + 1
         return steps, drafted, accepted
-
-
-def head_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")

@@ -53,7 +53,9 @@ class Loading:
         for module in self._model.modules():
             if isinstance(module, LoadingLayer):
                 module.finish()
-        if self._model.keep_quantized and self._model.norm.weight.device.type == "cpu":
+        # A draft head may read hidden states between layers (heads/hidden_states.py).
+        is_whole = [layer for _, layer in self._model.running] == [*self._model.layers]
+        if is_whole and self._model.keep_quantized and self._model.norm.weight.device.type == "cpu":
             from shoal.models.fused import fuse_layers
 
             self._model.fused = fuse_layers(self._model.layers, self._model.config)

@@ -86,13 +86,15 @@ def resolve_head(model: str, download_dir: str | None = None) -> HeadFiles:
     if path.is_dir():
         return HeadFiles(path)
     if path.exists() or (on_hub := hub_model(model)) is None:
-        raise CheckpointError(f"the draft head {model!r:.200} is no folder and no model of the hub (org/name)")
+        raise CheckpointError(
+            f"the draft head {model!r:.200} is no folder and no model of the hub (org/name)"
+        )
     return HeadFiles(hub.download(on_hub, None, download_dir, is_checked=False))
 
 
 def load_head(head: Eagle3Head, files: HeadFiles, *, dummy: bool = False) -> None:
-    """Fills the head with its files' tensors, or with small random ones (`dummy`). Raises CheckpointError that
-    names the folder and the tensor."""
+    """Fills the head with its files' tensors, or with small random ones (`dummy`). Raises CheckpointError
+    that names the folder and the tensor."""
     import torch
 
     from shoal.models.loading import fill_parameters, layer_tensors

@@ -84,8 +84,8 @@ class DraftIds(LoadingLayer):
         ids = tensor.long().cpu() + torch.arange(len(tensor), device="cpu")
         if ids.min() < 0 or ids.max() >= self.vocab_size or len(ids.unique()) < len(ids):
             raise CheckpointError(
-                f"{name} must map each draft token to a token of its own below {self.vocab_size}; is it another "
-                "model's file?"
+                f"{name} must map each draft token to a token of its own below {self.vocab_size}; is it "
+                "another model's file?"
             )
         self.weight.data.copy_(ids)
 
@@ -103,8 +103,8 @@ class Eagle3Head(nn.Module):
         embed_tokens: Vocabulary | None,
         has_ids: bool,
     ) -> None:
-        """`embed_tokens`: the target's, if the head has none of its own. `has_ids`: its files say which tokens
-        it drafts; otherwise they are the first ones of the vocabulary."""
+        """`embed_tokens`: the target's, if the head has none of its own. `has_ids`: its files say which
+        tokens it drafts; otherwise they are the first ones of the vocabulary."""
         super().__init__()
         decoder = config.decoder
         self.config, self.kinds = config, decoder.layers
@@ -124,14 +124,16 @@ class Eagle3Head(nn.Module):
         self.lm_head = Vocabulary(num_drafted, size, tp, ops)
         self.d2t = DraftIds(num_drafted, decoder.vocab_size) if has_ids else None
         self.embed_tokens = Vocabulary(decoder.vocab_size, size, tp, ops) if embed_tokens is None else None
-        self._embeds = [self.embed_tokens or embed_tokens]  # in a list, so that it counts as no module of its own
+        self._embeds = [
+            self.embed_tokens or embed_tokens
+        ]  # in a list, so that it counts as no module of its own
         self.ropes: tuple[torch.Tensor | None, ...] = ()
 
     def allocate_ropes(self, max_position: int) -> None:
         """Makes the tables of rotary angles, for as many positions as the target has, which may be more than
         the head's config says."""
-        tables = {kind.mixer: rope_table(kind.mixer, max_position) for kind in dict.fromkeys(self.kinds)}
-        self.ropes = tuple(tables[kind.mixer] for kind in self.kinds)
+        mixers = [kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind)]
+        self.ropes = tuple(rope_table(mixer, max_position) for mixer in mixers)
 
     def fuse(self, states_TX: torch.Tensor) -> torch.Tensor:
         return self.fc(states_TX if self.input_norm is None else self.input_norm(states_TX))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_json import config_from_json
 from shoal.models.config_layers import FULL, SLIDING
@@ -34,7 +34,7 @@ class Eagle3Config:
     """A head for one model, the target."""
 
     decoder: ModelConfig  # its layers, and the norms of all of it
-    target_size: int  # of the target's hidden states
+    target_size: int  # the target's hidden size
     draft_vocab_size: int  # tokens that it may draft
     state_layers: tuple[int, ...] | None  # it reads the hidden states before these layers; None: the usual
     norm_before_residual: bool = False  # the first residual is the normed hidden state
@@ -69,8 +69,8 @@ class Eagle3Config:
 
 def _of_another(where: str, name: str, wanted: object, found: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: {name} must be {wanted} as in the model, got {found}; take the head that was made for this "
-        "model"
+        f"{where}: {name} must be {wanted} as in the model, got {found}; take the head that was made for "
+        "this model"
     )
 
 
@@ -79,7 +79,9 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
     layer, is_wrapped = config, SPECULATORS in config
     if is_wrapped:
         if config[SPECULATORS] != METHOD:
-            raise CheckpointError(f"{where}: {SPECULATORS} must be {METHOD!r}, got {config[SPECULATORS]!r:.80}")
+            raise CheckpointError(
+                f"{where}: {SPECULATORS} must be {METHOD!r}, got {config[SPECULATORS]!r:.80}"
+            )
         layer = _object(config, "transformer_layer_config", where)
     elif config.get("draft_vocab_size") is None:
         raise CheckpointError(
@@ -90,7 +92,9 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
         raise CheckpointError(
             f"{where}: quantization_config must be left out of a draft head; take the head in plain numbers"
         )
-    if SLIDING in (layer.get("layer_types") or ()) or any(kind.mixer.window for kind in decoder.layers):
+    if SLIDING in (layer.get("layer_types") or ()) or any(
+        isinstance(kind.mixer, AttentionKind) and kind.mixer.window for kind in decoder.layers
+    ):
         raise CheckpointError(
             f"{where}: layer_types must be {FULL} for a draft head, got {layer.get('layer_types')!r:.80}"
         )
@@ -100,12 +104,14 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
     for flag in ("fc_norm", "tie_word_embeddings"):
         if fields.flag(flag):
             raise CheckpointError(f"{where}: {flag} must be false for a draft head, got true")
-    verifier = {}
+    verifier: Mapping[str, Any] = {}
     if is_wrapped:
         verifier = _object(_object(config, "speculators_config", where), "verifier", where)
     classes = verifier.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise CheckpointError(f"{where}: the verifier's architectures must be a list of texts, got {classes!r:.80}")
+        raise CheckpointError(
+            f"{where}: the verifier's architectures must be a list of texts, got {classes!r:.80}"
+        )
     return Eagle3Config(
         decoder=decoder,
         target_size=fields.count("target_hidden_size", decoder.hidden_size),
@@ -119,8 +125,8 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
 
 
 def _hf_class(config: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> str:
-    """Returns the class of a model with such layers. A head of plain form may be named after any of CLASSES; its
-    layers are a Llama's unless it names Qwen3."""
+    """Returns the class of a model with such layers. A head of plain form may be named after any of CLASSES;
+    its layers are a Llama's unless it names Qwen3."""
     names = config.get("architectures") or []
     named = [CLASSES[name] for name in names if isinstance(name, str) and name in CLASSES]
     model_type = named[0] if named else layer.get("model_type", "llama")
@@ -137,7 +143,9 @@ def _state_layers(fields: ConfigFields) -> tuple[int, ...] | None:
     name = "eagle_aux_hidden_state_layer_ids"
     found = tuple(entry.count(name, least=0) for entry in fields.each(name, NUM_STATES))
     if sorted(set(found)) != list(found):
-        raise CheckpointError(f"{fields.where}: {name} must be {NUM_STATES} ascending layers, got {list(found)}")
+        raise CheckpointError(
+            f"{fields.where}: {name} must be {NUM_STATES} ascending layers, got {list(found)}"
+        )
     return found
 
 
