@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shoal.config import ResolvedConfig
 from shoal.engine.block_events import BlockEvents
 from shoal.engine.cost_learner import CostLearner
+from shoal.engine.draft_learner import DraftLearner
 from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.lifecycle.weight_exports import WeightExports
 from shoal.engine.offload.tiers import KvTiers
@@ -44,6 +45,8 @@ def build_parts(
     yield GrammarAdmission(grammars, scheduler)
     if config.target_itl_ms:
         yield CostLearner(scheduler)
+    if config.speculative is not None:
+        yield DraftLearner(config, config.speculative, scheduler)
     if config.has_kv_tiers:
         yield KvTiers(config, ranks, scheduler, events)
     if config.kv_transfer_config is not None:

@@ -149,7 +149,7 @@ class StepLoop:
         # It began when it was launched, or when the step before it ended.
         seconds = now - max(step.launched_at, self._completed_at)
         self._completed_at = now
-        results = self.scheduler.update(step.plan, tokens)
+        results = self.scheduler.update(step.plan, tokens, step.result.reports)
         for part in self._parts.completed:
             part.completed(step.plan, seconds)
         return outputs_of(step, results)

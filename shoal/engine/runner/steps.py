@@ -18,7 +18,7 @@ A step arrives as one packed buffer of int32s (batch.py). Every rank gets the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,7 @@ from shoal.engine.runner.small_ops import start_copy
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
+from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 from shoal.models.decoder import AfterLayer, Decoder
@@ -61,6 +62,7 @@ class StepResult:
     logprobs: LogprobTensors | None  # a row for each of `tokens`, sample after sample
     prompt_logprobs: LogprobTensors | None
     embeddings: torch.Tensor | None  # float32 [options.embeds, D]
+    reports: Sequence[DraftReport] = ()  # about the drafts of each sample, once `wait` has returned
 
     @property
     def queries(self) -> int:

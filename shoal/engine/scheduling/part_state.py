@@ -1,5 +1,5 @@
 """State that parts of an engine keep in a sequence: its grammar, its completed fetches, a prefetched tail,
-the snapshots of its states."""
+the snapshots of its states, and how its drafts did."""
 
 from __future__ import annotations
 
@@ -90,3 +90,16 @@ class StateCopies:
 
     restores: list[tuple[int, list[int]]]  # before the step
     saves: list[tuple[int, list[int]]]  # after it
+
+
+@dataclass(slots=True)
+class DraftHistory:
+    """How the drafts of a sequence did (draft_lengths.py)."""
+
+    first: float  # estimated probability that the first draft of a step is accepted,
+    further: float  # and a further one if those before it are
+    num_drafts: int = 0  # drafts that the next step may verify
+    gains: list[float] = field(default_factory=list)  # expected accepted drafts, by size of a step
+    num_steps: int = 0  # steps that verified drafts
+    num_verified: int = 0
+    num_accepted: int = 0

@@ -22,14 +22,15 @@ import heapq
 from bisect import bisect_left, insort
 from collections import abc
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import attrgetter
 
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
+from shoal.engine.scheduling.draft_lengths import DraftLengths, DraftReport
 from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.part_state import StateCopies
 from shoal.engine.scheduling.policy import PromptBudget
+from shoal.engine.scheduling.queue_checks import check_progress, check_queues
 from shoal.engine.scheduling.seams import Gate, Reserve
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.state_blocks import SnapshotRoom, blocks_for
@@ -79,12 +80,13 @@ class StepPlan:
     """The content of one step. The first `num_decodes` entries are decodes, the longest first: their first
     input token is in their row on the device, or is sent with the row, and they sample at most `num_tokens`
     tokens. The others are chunks of prompts, whose tokens are sent with the step. `num_tokens` is the sum
-    over all entries."""
+    over all entries, and no decode has more than `queries`."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
     num_tokens: int
     copies: StateCopies | None = None
+    queries: int = 1
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class Scheduler:
         self.blocks = blocks_for(groups, num_blocks, block_size, enable_prefix_caching, *sizes, snapshots)
         self.gates: list[Gate] = []
         self.reserves: list[Reserve] = []
+        self.lengths: DraftLengths | None = None  # chooses how many of its `queries` tokens a decode has
         # the measured costs of steps; without them the target has no effect
         self.costs: StepCosts | None = None
         self.waiting: list[Sequence] = []
@@ -244,7 +247,8 @@ class Scheduler:
         """Returns the next step, or None if nothing can run before an `update` or `add`."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
-        num_tokens = self._schedule_decodes(decodes)
+        queries = self._queries if self.lengths is None else self.lengths.choose(self.running)
+        num_tokens = self._schedule_decodes(decodes, queries)
         if self.waiting or len(decodes) < len(self.running):
             budget = self._prompt_budget(len(decodes), num_tokens)
             self._schedule_prompts(chunks, budget)
@@ -259,11 +263,14 @@ class Scheduler:
         self._step_tokens += num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         entries = (*decodes, *chunks)
-        return StepPlan(entries, len(decodes), num_tokens, self.blocks.copies(entries))
+        return StepPlan(entries, len(decodes), num_tokens, self.blocks.copies(entries), queries)
 
-    def update(self, plan: StepPlan, tokens: abc.Sequence[list[int]]) -> list[TokenResult]:
+    def update(
+        self, plan: StepPlan, tokens: abc.Sequence[list[int]], reports: abc.Sequence[DraftReport] = ()
+    ) -> list[TokenResult]:
         """Applies the tokens that a step has sampled, a list for each of its entries that samples: one token,
         or as many as `num_tokens` of a decode. It must be called for every plan, in the order of the plans.
+        `reports`: about the drafts of each of these entries, if there are drafts.
 
         Returns the tokens that count. Tokens after a sequence's end are dropped, whether it ended earlier or
         with one of these. A token that a grammar refuses is dropped too, and ends its sequence with an error.
@@ -278,6 +285,8 @@ class Scheduler:
             if seq.status is FINISHED:
                 continue
             token_ids, grammar, known = tokens[sample], seq.grammar, seq.token_ids
+            if self.lengths is not None:
+                self.lengths.learn(seq, len(token_ids), reports[sample])
             if seq.request.embed:  # a row gives its hidden state only if it samples a token
                 self._finish(seq, FinishReason.STOP)
                 results.append(TokenResult(seq, token_ids, sample, FinishReason.STOP))
@@ -374,42 +383,15 @@ class Scheduler:
     def check(self) -> None:
         """Checks blocks, references, rows and queues. Raises AssertionError."""
         self.blocks.check(self.running)
-        rows = [seq.row for seq in self.running]
-        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
-        for queue in (self.waiting, self.running):
-            assert all(a.turn < b.turn for a, b in pairwise(queue)), "a queue is out of turn"
-        assert {id(s) for s in self._sequences.values()} == {id(s) for s in (*self.waiting, *self.running)}, (
-            "sequences lost"
-        )
-        for seq in self.waiting:
-            assert seq.status is WAITING and seq.row == -1 and not seq.tables and seq.num_computed == 0, (
-                "waiting, but not empty-handed"
-            )
-        for seq in self.running:
-            assert (
-                len(seq.token_ids) <= seq.num_tokens <= seq.max_num_tokens
-                and seq.num_computed < seq.num_tokens
-            ), "tokens miscounted"
-            assert (seq.status is FETCHING) == (seq.fetch is not None), "a fetch that no sequence waits for"
-            assert not seq.promised or seq.status in (FETCHING, PREFILL), "a promise that is not kept"
-            if seq.status in (FETCHING, PREFILL):
-                assert seq.num_pending == 0, "a prefill that has sampled"
-            else:
-                assert seq.status is DECODE and seq.num_computed == seq.num_tokens - 1, (
-                    "a decode with more than one token to compute"
-                )
-                # A decode of several tokens may have got blocks for more of them than it sampled.
-                surplus = seq.room - seq.num_computed
-                assert surplus >= 0 and (surplus < self.blocks.largest or self._queries > 1), (
-                    "blocks and computed tokens differ"
-                )
+        check_queues(self.waiting, self.running, self._sequences, self._free_rows, self._max_num_seqs)
+        check_progress(self.running, self.blocks.largest, self._queries > 1 or self.lengths is not None)
 
     # Inside a step
 
-    def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> int:
-        """Adds the sequences that can sample their next tokens, in turn, within the step's token budget.
-        Returns how many tokens they have together."""
-        budget, queries = self._max_num_batched_tokens, self._queries
+    def _schedule_decodes(self, scheduled: list[ScheduledSeq], queries: int) -> int:
+        """Adds the sequences that can sample their next tokens, at most `queries` each, in turn, within the
+        step's token budget. Returns how many tokens they have together."""
+        budget = self._max_num_batched_tokens
         # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
         # sequences after `seq`, which the loop has not reached, or `seq` itself, and then the loop ends.
         for seq in self.running:
@@ -420,7 +402,7 @@ class Scheduler:
                     break
                 queries = budget
             start = seq.num_computed
-            num_tokens = queries
+            num_tokens = queries if seq.can_draft or self.lengths is None else 1
             if start + num_tokens >= seq.max_num_tokens:
                 num_tokens = seq.max_num_tokens - 1 - start
                 if num_tokens <= 0:

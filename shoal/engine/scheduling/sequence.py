@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass, field
 
 from shoal.api import FinishReason, Request, TokenLogprobs
-from shoal.engine.scheduling.part_state import CompletedFetch, GrammarState, SeqStates, Tail
+from shoal.engine.scheduling.part_state import CompletedFetch, DraftHistory, GrammarState, SeqStates, Tail
 from shoal.hashing import root_key
 
 
@@ -58,6 +58,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)  # the request's
     lockstep: bool = field(init=False)  # the next token may be sampled only when the host has seen the last
     special: bool = field(init=False)  # sampling it needs more than the fields of a state row
+    can_draft: bool = field(init=False)  # a step may verify drafts for it
     fetch: object = None  # the Fetch (fetches.py) that a FETCHING sequence waits for; None: there is none
     # of a continuation (engine/peers/prefetches.py), until it starts
     tail: Tail | None = None
@@ -69,6 +70,7 @@ class Sequence:
     error: str | None = None  # error text, if the finish reason is ERROR
     # The core and the parts of the engine write these.
     grammar: GrammarState | None = None
+    drafts: DraftHistory | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it was added
     started_at: float | None = None  # when a step first held part of it
@@ -87,6 +89,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.lockstep = params.structured_outputs is not None
         self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
+        self.can_draft = not (self.special or self.lockstep)
 
     @property
     def block_ids(self) -> list[int]:

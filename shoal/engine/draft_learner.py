@@ -1,0 +1,20 @@
+"""`DraftLearner`: the part of an engine with speculation that has the scheduler choose how many drafts a step
+verifies. scheduling/draft_lengths.py is the choice."""
+
+from __future__ import annotations
+
+from shoal.config import ResolvedConfig, SpeculativeConfig
+from shoal.engine.scheduling.draft_lengths import DraftLengths
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.step_part import StepPart
+
+
+class DraftLearner(StepPart):
+    def __init__(self, config: ResolvedConfig, options: SpeculativeConfig, scheduler: Scheduler) -> None:
+        self._lengths = scheduler.lengths = DraftLengths(
+            options.queries - 1, config.max_num_batched_tokens, options.enable_adaptive_verification
+        )
+
+    def completed(self, plan: StepPlan, seconds: float) -> None:
+        is_pure = len(plan.scheduled) == plan.num_decodes
+        self._lengths.completed(plan.num_decodes, plan.queries, seconds, is_pure)
