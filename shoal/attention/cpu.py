@@ -119,7 +119,7 @@ class CpuBackend(TorchBackend):
         assert library is not None
         self._library = library
         self._step: StepInput | None = None
-        self._sequences = cpu_build.Sequences()
+        self._sequences = cpu_build.KvSequences()
 
     def begin(self, step: StepInput) -> None:
         """Fills in the struct that all layers of the step share. The step is held because the struct points

@@ -16,6 +16,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.sampling.row_options import RowOptions
 from shoal.kinds.attention import QueryScaling
 from shoal.kinds.experts import Activation, Router
@@ -178,6 +179,53 @@ class Ops(Protocol):
         activation: Activation,
         residual_TD: torch.Tensor | None = None,
         tensors: RouterTensors = NO_TENSORS,
+    ) -> torch.Tensor: ...
+
+    def causal_conv(
+        self,
+        x_TC: torch.Tensor,
+        weight_CW: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        silu: bool,
+        inputs_RCW: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor: ...
+
+    def gated_delta(
+        self,
+        q_TKN: torch.Tensor,
+        k_TKN: torch.Tensor,
+        v_THV: torch.Tensor,
+        a_TH: torch.Tensor,
+        b_TH: torch.Tensor,
+        a_log_H: torch.Tensor,
+        dt_bias_H: torch.Tensor,
+        states_RHNV: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor: ...
+
+    def mamba2(
+        self,
+        x_THV: torch.Tensor,
+        dt_TH: torch.Tensor,
+        b_TGN: torch.Tensor,
+        c_TGN: torch.Tensor,
+        a_log_H: torch.Tensor,
+        d_H: torch.Tensor,
+        dt_bias_H: torch.Tensor,
+        limits: tuple[float, float],
+        states_RHVN: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor: ...
+
+    def gated_norm(
+        self,
+        x_TX: torch.Tensor,
+        gate_TX: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        size: int,
+        gate_first: bool,
     ) -> torch.Tensor: ...
 
     def apply_updates(self, state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None: ...

@@ -7,6 +7,7 @@ from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
+from shoal.kernels.recurrent.reference import causal_conv, gated_delta, gated_norm, mamba2
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
 from shoal.kernels.sampling.bad_words_triton import ban_words
@@ -27,11 +28,14 @@ __all__ = [
     "ban_stops",
     "ban_words",
     "begin_decode",
+    "causal_conv",
     "copy_ints",
     "copy_rows",
     "embed",
     "gate_mul",
     "gate_output",
+    "gated_delta",
+    "gated_norm",
     "join_parts",
     "keep_allowed",
     "keep_bits",
@@ -39,6 +43,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "mamba2",
     "moe",
     "penalize",
     "qk_norm_rope_store",

@@ -18,7 +18,7 @@ static const float LOWEST = -1e30f;    // It is below every score, and finite, s
 
 typedef struct {
     const Cache *cache;
-    const Sequences *seqs;
+    const KvSequences *seqs;
     const float *q;
     int64_t q_stride;    // floats from one token to the next; heads lie head_dim apart
     int window, heads, ratio, n;
@@ -286,7 +286,7 @@ static void combine_unit(void *shared, int unit, int thread) {
 
 // Attends from every token of the step. out is [tokens, H, N]. In q heads lie N floats apart, tokens
 // q_stride. A window or softcap of 0 means none. sinks [H] may be null. Returns -1 if there is no memory.
-int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float softcap,
+int shoal_attention(const Cache *c, const KvSequences *seqs, const float *q, int64_t q_stride, int window, float scale, float softcap,
                     const float *sinks, float *out) {
     const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;
     const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;

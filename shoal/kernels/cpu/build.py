@@ -23,7 +23,7 @@ from shoal.kinds.attention import QueryScaling
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("linear.c", "fp8.c", "ops.c", "attention.c", "layers.c", "sample.c", "threads.c")
+SOURCES = ("linear.c", "fp8.c", "ops.c", "attention.c", "layers.c", "sample.c", "recurrent.c", "threads.c")
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -56,6 +56,19 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "shoal_keep_bits": (None, (c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64)),
     "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "shoal_gated_delta": (None, (c_void_p, c_void_p)),
+    "shoal_mamba2": (None, (c_void_p, c_void_p)),
+    "shoal_causal_conv": (
+        None,
+        (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p),
+    ),
+    "shoal_gated_norm": (
+        None,
+        (
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_float),
+            *(c_int, c_int, c_int, c_int, c_void_p),
+        ),
+    ),
     "shoal_set_threads": (None, (c_int,)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
@@ -81,7 +94,7 @@ class Cache(ctypes.Structure):
     )
 
 
-class Sequences(ctypes.Structure):
+class KvSequences(ctypes.Structure):
     _fields_ = _fields({c_void_p: "rows query_starts kv_lens", c_int32: "num_seqs max_kv_len"})
 
 
@@ -105,6 +118,29 @@ class Layer(ctypes.Structure):
 
 class Tokens(ctypes.Structure):
     _fields_ = _fields({c_void_p: "positions rows", c_int32: "tokens activation", c_float: "eps scale"})
+
+
+class States(ctypes.Structure):
+    """The struct of this name in recurrent.c, as is the next one."""
+
+    _fields_ = _fields(
+        {
+            c_void_p: "rows starts positions states",
+            c_int64: "row_stride",
+            c_int32: "num_seqs spare_row is_bf16",
+        }
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = _fields(
+        {
+            c_void_p: "q k v a b a_log dt_bias d out",
+            c_int64: "q_stride k_stride v_stride a_stride b_stride",
+            c_int32: "keys heads key_dim value_dim",
+            c_float: "least_dt most_dt",
+        }
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,12 +197,12 @@ def describe_cache(cache: LayerCache, block_tables_RM: torch.Tensor, num_heads: 
 
 def describe_sequences(
     rows_S: torch.Tensor, query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor, max_kv_len: int
-) -> Sequences:
+) -> KvSequences:
     """Makes the struct that describes a step's sequences. It holds addresses only, so the tensors must
     outlive it."""
     for tensor in (rows_S, query_starts_S, kv_lens_S):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-    return Sequences(
+    return KvSequences(
         rows_S.data_ptr(), query_starts_S.data_ptr(), kv_lens_S.data_ptr(), rows_S.shape[0], max_kv_len
     )
 

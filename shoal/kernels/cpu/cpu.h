@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
     const int32_t *rows, *query_starts, *kv_lens;
     int32_t num_seqs, max_kv_len;
-} Sequences;
+} KvSequences;
 
 // The activations of a gated MLP.
 enum { SILU, GELU_TANH };
@@ -58,7 +58,7 @@ void shoal_add_normed(const float *x, const float *weight, float eps, float *res
 void shoal_gate_mul(const float *x, int rows, int n, int activation, float *out);
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
                               const float *q_weight, const float *k_weight, float eps, const Rope *rope);
-int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float softcap,
+int shoal_attention(const Cache *c, const KvSequences *s, const float *q, int64_t q_stride, int window, float scale, float softcap,
                     const float *sinks, float *out);
 
 // e^x for x <= 88, with a relative error of 2e-7. It is 2^n times a polynomial on [-ln2 / 2, ln2 / 2], whose

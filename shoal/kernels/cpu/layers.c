@@ -27,7 +27,7 @@ typedef struct {
 // D] receives that last result, for the final norm to add; with norms behind attention and MLP, that is added, too. The layers' caches differ from first_cache in
 // numbers, scales and tables alone. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
 // lacks memory.
-int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, const Sequences *seqs, const Tokens *t,
+int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, const KvSequences *seqs, const Tokens *t,
                  float *residual, float *x, float *scratch) {
     Cache cache = *first_cache;
     const int64_t tokens = t->tokens;

@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.cpu.recurrent import causal_conv, gated_delta, gated_norm, mamba2
 from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
@@ -33,11 +34,14 @@ __all__ = [
     "ban_stops",
     "ban_words",
     "begin_decode",
+    "causal_conv",
     "copy_ints",
     "copy_rows",
     "embed",
     "gate_mul",
     "gate_output",
+    "gated_delta",
+    "gated_norm",
     "join_parts",
     "keep_allowed",
     "keep_bits",
@@ -45,6 +49,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "mamba2",
     "moe",
     "penalize",
     "qk_norm_rope_store",
