@@ -27,6 +27,7 @@ class _NoPeers:
 def of_a_server():
     stats = Stats(
         num_blocks=1,
+        num_snapshots=1,
         kv_groups=[KvGroupStats()],
         kv_tiers={"host": KvTierStats()},
         kv_loans=KvLoans(ended={"done": 1}),

@@ -176,11 +176,12 @@ def _check_recurrent(config: ResolvedConfig, model: ModelConfig) -> None:
     for name, is_set in (
         ("kv_transfer_config", config.kv_transfer_config is not None),
         ("kv_host_bytes, kv_disk_path and kv_store", config.has_kv_tiers),
+        ("speculative_config", config.speculative is not None),
     ):
         if is_set:
             raise ConfigError(
-                f"{name} must be unset for {config.model}, whose recurrent layers have states that do not "
-                "leave the device yet; leave it out"
+                f"{name} must be unset for {config.model}, as states of recurrent layers do not leave the "
+                "device and are not taken back yet; leave it out"
             )
 
 

@@ -74,5 +74,8 @@ def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
         attributes: dict[str, str | int | float] = {"from": one.source, "blocks": one.num_blocks}
         spans.append(Span("transfer", now - one.begun_at, one.seconds, attributes=attributes))
     seconds = now - seq.started_at
-    spans.append(Span("prefill", seconds, seconds, attributes={"tokens": num_given - seq.num_cached_tokens}))
+    computed: dict[str, str | int | float] = {"tokens": num_given - seq.num_cached_tokens}
+    if seq.num_recomputed_tokens:
+        computed["recomputed"] = seq.num_recomputed_tokens
+    spans.append(Span("prefill", seconds, seconds, attributes=computed))
     return spans

@@ -191,6 +191,16 @@ class ModelMetrics:
                 window = "full" if group.window is None else str(group.window)
                 groups.add_metric((*self.labels, str(g), window), group.used_blocks / stats.num_blocks)
             yield groups
+        if stats.num_snapshots or stats.num_free_snapshots:
+            snapshots = GaugeMetricFamily(
+                "shoal:state_snapshots",
+                "Snapshots of states that prompts may continue from (kept); as many as there is room for if "
+                "nothing else is cached (room).",
+                labels=(*LABELS, "which"),
+            )
+            snapshots.add_metric((*self.labels, "kept"), stats.num_snapshots)
+            snapshots.add_metric((*self.labels, "room"), stats.num_free_snapshots)
+            yield snapshots
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests that wait for room (capacity), or for a grammar, a store or a "

@@ -46,6 +46,7 @@ class Sequence:
     num_tokens: int = field(init=False)  # pending ones included
     num_computed: int = 0
     num_cached_tokens: int = 0  # how many were found in a cache when it started first
+    num_recomputed_tokens: int = 0  # more whose KV was found then, though no state (state_blocks.py)
     num_admissions: int = 0  # times it was admitted; each time its row must be sent again
     row: int = -1  # its row of the device's batch state; -1: none
     # its KV blocks, a table for each group of layers, in the order of its tokens; NO_BLOCK (kv/groups.py):

@@ -119,7 +119,10 @@ class StateBlocks(GroupedBlocks):
             return False
         if snapshot is not None:
             self.snapshots.use(snapshot)
-        _states(seq).restored = snapshot
+        states = _states(seq)
+        states.restored = snapshot
+        if seq.num_admissions == 1:
+            seq.num_recomputed_tokens = states.matched - num_cached
         return True
 
     def computed(self, seq: Sequence) -> None:

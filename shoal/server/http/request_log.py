@@ -1,7 +1,9 @@
 """The server's log of requests: one line when a request ends, with its costs and without its text.
 
 `in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second
-after the first one. A client that left before its answer was whole is a 499, as in nginx."""
+after the first one. `recomputed`: tokens after `cached` whose keys and values the cache held, too, but that
+were computed again, as no state of the recurrent layers was kept at their end. A client that left before its
+answer was whole is a 499, as in nginx."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ LABELS = (
     ("model", "model", ""),
     ("prompt_tokens", "in", ""),
     ("cached_tokens", "cached", ""),
+    ("recomputed_tokens", "recomputed", ""),
     ("completion_tokens", "out", ""),
     ("ttft_seconds", "ttft", "s"),
     ("tokens_per_second", "speed", "/s"),
@@ -115,6 +118,8 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
     }
+    if recomputed := sum(int(span.attributes.get("recomputed", 0)) for span in generation.line.spans):
+        fields["recomputed_tokens"] = recomputed
     begun = [one for one in times if one.first]
     if usage.completion_tokens:
         first = min(one.first for one in begun)

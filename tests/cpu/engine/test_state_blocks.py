@@ -209,9 +209,13 @@ def test_the_third_conversation_starts_behind_the_system_prompt():
     engine = Engine()
     system = tokens(83)
     conversations = [system + tokens(40, seed=i) for i in range(1, 5)]
-    answers = [engine.ask(prompt) for prompt in conversations]
-    assert [found for _, found in answers] == [0, 0, 80, 80]
-    known = answers[0][0]
+    asked = []
+    for prompt in conversations:
+        asked.append(engine.add(prompt))
+        engine.run()
+    assert [seq.num_cached_tokens for seq in asked] == [0, 0, 80, 80]
+    assert [seq.num_recomputed_tokens for seq in asked] == [0, 80, 0, 0]
+    known = asked[0].token_ids
     assert engine.ask(known + tokens(20, seed=9))[1] >= len(known) - 16
 
 
