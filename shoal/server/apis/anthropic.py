@@ -53,6 +53,7 @@ class AnthropicTool(Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None  # "custom"; Anthropic's own tools are left out
+    strict: bool | None = None  # a call follows the schema
 
 
 class AnthropicToolChoice(Struct, kw_only=True):
@@ -343,6 +344,7 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
                     "name": tool.name,
                     "description": tool.description or "",
                     "parameters": tool.input_schema or {"type": "object", "properties": {}},
+                    "strict": tool.strict,
                 }
             )
         else:  # one of Anthropic's own, such as web search: its clients send them with everything

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+from shoal.text.grammar.closed_schema import ANNOTATIONS, DEFINITIONS, IDENTITY, OF_KEYS, VALUES
 from shoal.text.reading.typed_values import target
 
 MAX_STEPS = 200  # limit of visited schemas per argument; references may form cycles
 ROOT = "#/$defs/tool"
-OWN_TEXTS = frozenset({"pattern", "format", "enum", "const"})  # keywords that say which strings there are
+OWN_TEXTS = frozenset({"format", "enum", "const"})  # keywords that say which strings there are
 STRUCTURE = frozenset({"allOf", "properties", "items"})  # keywords of values other than strings
 
 
@@ -59,10 +59,21 @@ def kinds(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[tuple[s
             for branch in branches:
                 yield from kinds(branch, root, depth + 1)
             return
+        if isinstance(branches, list) and schema.get("type") == "string" and depth < MAX_STEPS:
+            rest = without(schema, (key, *ANNOTATIONS))
+            merged = [resolved(branch, root) for branch in branches]
+            if all(
+                one.get("type", "string") == "string" and one.keys() & rest.keys() <= {"type"}
+                for one in merged
+            ):
+                for one in merged:
+                    yield from kinds({**rest, **one}, root, depth + 1)
+                return
     if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
-        rest = {key: value for key, value in schema.items() if key != "allOf"}
-        yield from kinds({**resolved(parts[0], root), **rest}, root, depth + 1)
-        return
+        rest, part = without(schema, ("allOf",)), resolved(parts[0], root)
+        if schema.get("type") != "string" or part.keys() & rest.keys() <= ANNOTATIONS | {"type"}:
+            yield from kinds({**part, **rest}, root, depth + 1)
+            return
     if schema.get("nullable") is True:
         yield "json", {"type": "null"}
     types = schema.get("type")
@@ -108,8 +119,8 @@ def undescribed(schema: Any) -> Any:
 
 
 def without_text(schema: Any, text: str) -> Any:
-    """Returns a copy of a schema whose strings do not contain `text`, a tag. Strings with a pattern or a
-    format of their own stay as they are."""
+    """Returns a copy of a schema whose strings do not contain `text`, a tag. Strings with a format or with
+    values of their own stay as they are."""
     if isinstance(schema, list):
         return [without_text(part, text) for part in schema]
     if not isinstance(schema, dict):
@@ -117,7 +128,8 @@ def without_text(schema: Any, text: str) -> Any:
     found = {key: value if key in VALUES else without_text(value, text) for key, value in schema.items()}
     kinds = schema.get("type")
     if "string" in (kinds if isinstance(kinds, list) else [kinds]) and not found.keys() & OWN_TEXTS:
-        found["pattern"] = _lacking(text)
+        lacking = {"pattern": _lacking(text)}
+        found |= {"allOf": [*found.get("allOf", []), lacking]} if "pattern" in found else lacking
     return found
 
 

@@ -7,7 +7,6 @@ where its schema allows a string, and JSON otherwise. A text ends at its closing
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +21,10 @@ from shoal.text.grammar.argument_schema import (
     without_text,
 )
 from shoal.text.grammar.closed_schema import ANNOTATIONS, IDENTITY
-from shoal.text.grammar.javascript_regex import ascii_classes
 from shoal.text.grammar.lark import lark_text
 from shoal.text.grammar.pair_grammar import PairWriter
+from shoal.text.grammar.text_regexes import texts_of
 from shoal.text.reading.call_syntax import CallSyntax, PairedArguments, TaggedArgument
-
-# The parts of a pattern in which signs have no meaning of their own.
-LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?:", re.DOTALL)
 
 
 def call_grammar(
@@ -154,15 +150,9 @@ class _Writer:
 
     def until(self, syntax: TaggedArgument, schema: dict[str, Any]) -> str:
         """Adds a terminal for a text and its closing tag, which is nowhere else in it."""
-        least, most = schema.get("minLength"), schema.get("maxLength")
-        least = least if isinstance(least, int) else 0
-        length = f"{{{least},{most}}}" if isinstance(most, int) else f"{{{least},}}"
         ending, end = escaped(syntax.lead + syntax.end), escaped(syntax.end)
-        body = f"/(?s:.{length}){ending}/ & ~/(?s:.*){end}(?s:.+)/"
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and (inner := _searched(pattern)) is not None:
-            body += f" & /{inner}{ending}/"
-        return self.named(body, "R")
+        parts = [f"/{text}{ending}/" for text in texts_of(schema)]
+        return self.named(" & ".join([*parts, f"~/(?s:.*){end}(?s:.+)/"]), "R")
 
 
 def _joined(before: str, body: str = "", after: str = "") -> str:
@@ -172,19 +162,3 @@ def _joined(before: str, body: str = "", after: str = "") -> str:
 
 def _text(text: str) -> str:
     return lark_text(text) if text else ""
-
-
-def _searched(pattern: str) -> str | None:
-    """Returns a pattern for the whole text in which `pattern` is found; None for a pattern whose anchors are
-    elsewhere than at its ends, which a grammar leaves out."""
-    begins = pattern.startswith("^")
-    inner = pattern[begins:]
-    ends = inner.endswith("$") and not re.search(r"(?<!\\)(?:\\\\)*\\\$\Z", inner)
-    inner = inner[:-1] if ends else inner
-    rest = LITERAL.sub("", inner)
-    if "^" in rest or "$" in rest or "(?" in rest or r"\b" in inner.lower():
-        return None
-    if "|" in rest and (begins or ends):
-        return None
-    inner = ascii_classes(inner).replace("/", "\\/").replace("\n", "\\n")
-    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"

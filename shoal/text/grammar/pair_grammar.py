@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from shoal.errors import RequestError
 from shoal.text.grammar.argument_schema import as_document, kinds, resolved
 from shoal.text.grammar.lark import lark_text
 from shoal.text.reading.call_syntax import PairedArguments, TaggedArgument
 
 PLAIN_KEY = re.compile(r"\w+")
+ANY = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+BEYOND = ("not", "if", "allOf", "anyOf", "oneOf", "$dynamicRef")  # keywords for which there are no rules here
+BEYOND_LISTS = (*BEYOND, "prefixItems", "contains", "unevaluatedItems")
+BEYOND_OBJECTS = (
+    *(*BEYOND, "minProperties", "maxProperties", "patternProperties", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
 
 
 class Rules(Protocol):
@@ -104,17 +113,41 @@ class PairWriter:
         if kind == "null":
             return [null]
         if self._syntax.quote and kind == "array":
+            _refuse(schema, BEYOND_LISTS)
             return [self._list(schema)]
         if self._syntax.quote and (kind == "object" or "properties" in schema):
-            return [f'"{{" {self._pairs(schema)} "}}"']
+            _refuse(schema, BEYOND_OBJECTS)
+            is_named = schema.get("properties") or schema.get("required")
+            return [f'"{{" {self._pairs(schema) if is_named else self._any_pairs(schema)} "}}"']
         return [self._rules.json(as_document(schema, self._root))]
+
+    def _any_pairs(self, schema: dict[str, Any]) -> str:
+        """Returns the pairs of an object whose keys the schema leaves open."""
+        value = schema.get("additionalProperties", True)
+        if value is False:
+            return '""'
+        pair = (
+            f"/\\w{{1,40}}/ {lark_text(self._syntax.equals)} {self._value(ANY if value is True else value)}"
+        )
+        return f"({pair} ({lark_text(self._syntax.separator)} {pair})*)?"
 
     def _list(self, schema: dict[str, Any]) -> str:
         least, most = schema.get("minItems"), schema.get("maxItems")
         least = least if isinstance(least, int) else 0
         if most == 0:
             return '"[" "]"'
-        item = self._value(schema.get("items", {}))
+        item = self._value(schema.get("items", ANY))
         times = f"{{{max(0, least - 1)},{most - 1 if isinstance(most, int) else ''}}}"
         items = f"{item} ({lark_text(self._syntax.separator)} {item}){times}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+
+
+def _refuse(schema: dict[str, Any], keywords: Sequence[str]) -> None:
+    """Raises RequestError for a schema with one of these keywords."""
+    for key in keywords:
+        if schema.get(key) not in (None, False, {}, []):
+            raise RequestError(
+                f"tools must have objects and lists without {key!r} where calls are not JSON, got "
+                f"{schema!r:.100}; leave it out, or send strict: false and tool_choice auto",
+                field="tools",
+            )

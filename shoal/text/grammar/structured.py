@@ -40,6 +40,8 @@ LIMITS = LLParserLimits(
 # memory.
 STACK_BYTES = 256 << 20
 
+WORD_OF_OPENING = re.compile(r"\|>(\w+)<\|")  # the name of the channel in <|channel|>analysis<|message|>
+
 T = TypeVar("T")
 
 
@@ -92,8 +94,12 @@ def grammar_of(
     # A weak model would spell the mark where it means a call with the same first character. Free text, which
     # a structural tag may begin with, is told apart from a spelled mark only.
     token_id = None
-    if begin and token_of is not None and kind != "structural_tag":
-        token_id = token_of(begin)
+    if begin and token_of is not None:
+        # A model opens its reasoning by whole tokens. Where a word between two marks is spelled in letters,
+        # the model has not learned this opening, and its first letter would lead it into endless reasoning.
+        if any(token_of(word) is None for word in WORD_OF_OPENING.findall(begin)):
+            return grammar
+        token_id = token_of(begin) if kind != "structural_tag" else None
     return _after_reasoning(grammar, begin, close, gap, token_id)
 
 

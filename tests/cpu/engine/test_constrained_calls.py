@@ -61,6 +61,15 @@ SCHEMAS = {
         },
         "required": ["words", "code"],
     },
+    "forms": {
+        "type": "object",
+        "properties": {
+            "day": {"type": "string", "format": "date"},
+            "code": {"type": "string", "pattern": "^[a-c]{1,3}$|^/[a-c]$"},
+            "hosts": {"type": "array", "items": {"type": "string", "format": "ipv4"}, "maxItems": 2},
+        },
+        "required": ["day", "code", "hosts"],
+    },
     "ping": {"type": "object", "properties": {}},
 }
 MARKS = (
@@ -71,14 +80,20 @@ MARKS = (
     "<think>", "</think>", "[THINK]", "[/THINK]", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
     "<minimax:tool_call>", "</minimax:tool_call>", "<|im_start|>", "<|channel>", "<channel|>", "<|eom|>",
 )  # fmt: skip
+FORMATS_CHECKED = jsonschema.FormatChecker(["date", "ipv4"])
 CONSTRAINED = [form for form in FORMATS if form.syntaxes]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, and the marks of many families as special tokens."""
+    """Bytes, the marks of many families as special tokens, and the name of Harmony's channel of reasoning."""
+    return byte_tokenizer("analysis")
+
+
+def byte_tokenizer(*words):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.add_tokens([AddedToken(word, normalized=False) for word in words])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("<end>", *MARKS)])
@@ -120,7 +135,7 @@ def test_a_random_samplers_calls_are_read_and_fit_their_schema(form, grammars, t
         assert [call.name for call in answer.calls] in [[name] for name in tools], text
         assert not answer.content.strip(), text
         arguments = json.loads(answer.calls[0].arguments)
-        jsonschema.validate(arguments, SCHEMAS[answer.calls[0].name])
+        jsonschema.validate(arguments, SCHEMAS[answer.calls[0].name], format_checker=FORMATS_CHECKED)
 
 
 @pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
@@ -150,6 +165,20 @@ def test_calls_follow_the_reasoning(name, grammars, tokenizer):
         num_thoughts += bool(answer.reasoning)
         jsonschema.validate(json.loads(answer.calls[0].arguments), SCHEMAS["numbers"])
     assert num_thoughts
+
+
+def test_an_opening_of_reasoning_that_is_spelled_in_letters_is_not_allowed():
+    """Regression: a small model with Harmony's template wrote `<|channel|>a` and thought without an end, as
+    the names of both channels were allowed letter by letter."""
+    tokenizer = byte_tokenizer()
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), tokenizer.eos_token_ids)
+    form = BY_NAME["openai"]
+    reasoning = (form.thoughts.open, form.thoughts.close, form.thoughts.turn)
+    for number in range(6):
+        schemas = {"numbers": SCHEMAS["numbers"]}
+        text = written(grammars, tokenizer, call_grammar(form.syntaxes, schemas, False), number, reasoning)
+        answer = read(form, text, form.thoughts)
+        assert len(answer.calls) == 1 and not answer.reasoning, text
 
 
 @pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)

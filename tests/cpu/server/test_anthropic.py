@@ -223,6 +223,25 @@ def test_tool_choices(served, client):
         assert served.last_request().params.structured_outputs.json == schema
 
 
+def test_strict_tools_are_constrained_as_in_openais_api(served, client):
+    """Regression: `strict` of a tool had no effect in this API."""
+    served.say(CALL)
+    strict = {**TOOL, "strict": True}
+    message = ask(client, tools=[strict])
+    assert message.content[-1].input == {"city": "Paris"} and message.stop_reason == "tool_use"
+    form = served.last_request().params.structured_outputs.structural_tag["format"]
+    assert form["type"] == "triggered_tags" and form["triggers"] == ["<tool_call>"]
+    assert not form["stop_after_first"]
+    ask(client, tools=[strict], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert served.last_request().params.structured_outputs.structural_tag["format"]["stop_after_first"]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        ask(client, tools=[strict], tool_choice=choice)
+        assert "weather" in served.last_request().params.structured_outputs.grammar
+    for tool in (TOOL, {**TOOL, "strict": False}):
+        ask(client, tools=[tool])
+        assert served.last_request().params.structured_outputs is None
+
+
 OWN = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
 
 
