@@ -99,6 +99,20 @@ class Span:
 
 
 @dataclass(slots=True)
+class Drafted:
+    """Drafts that an Output's steps verified. `places` has a number for each token of the Output:
+    which draft of its step the token was, from 1; 0: none."""
+
+    num_steps: int  # that verified drafts
+    num_verified: int  # drafts
+    places: list[int]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(place > 0 for place in self.places)
+
+
+@dataclass(slots=True)
 class Output:
     """The part of an answer that one step added. The last Output of a request has the finish reason."""
 
@@ -117,6 +131,7 @@ class Output:
     # Once for a request with offers_kv, before the first token; not if it was preempted before its first
     # step.
     kv_ticket: bytes | None = None
+    drafted: Drafted | None = None  # None: no drafts were verified
 
     @property
     def queued_seconds(self) -> float:

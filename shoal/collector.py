@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.api import Output
+from shoal.api import Drafted, Output
 from shoal.errors import ShoalError
 
 
@@ -52,6 +52,10 @@ class Collector:
 
 def merge(first: Output, then: Output) -> None:
     """Merges `then` into `first`."""
+    if first.drafted is not None or then.drafted is not None:
+        a, b = (one.drafted or Drafted(0, 0, [0] * len(one.token_ids)) for one in (first, then))
+        steps, verified = a.num_steps + b.num_steps, a.num_verified + b.num_verified
+        first.drafted = Drafted(steps, verified, a.places + b.places)
     first.token_ids += then.token_ids
     if then.logprobs is not None:
         first.logprobs = (first.logprobs or []) + then.logprobs

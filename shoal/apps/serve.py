@@ -278,6 +278,7 @@ def card_of(
         ),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
         cache_config=_cache_config(engine, info),
+        most_drafts=info.most_drafts,
         summary=summarize(planned.files),
     )
 

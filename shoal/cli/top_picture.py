@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.fleet_views import FleetView, Point, TierView, WorkerView
-from shoal.telemetry.served import Quantiles
+from shoal.telemetry.served import Quantiles, RecentRates
 
 TIERS = {"device": "dev", "host": "host", "disk": "disk", "store": "store"}
 STYLES = {"ready": "green", "draining": "yellow", "broken": "bold red", "gone": "red"}
@@ -103,7 +103,7 @@ def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Ta
     table.add_row(
         "tokens/s",
         f"output {rate(recent.output_tokens_s)}, prompt {rate(recent.prompt_tokens_s)}, "
-        f"cached {share(recent.hit_rate)}",
+        f"cached {share(recent.hit_rate)}{_drafts(recent)}",
         sparkline([p.output_tokens_s for p in past], bars, room),
     )
     for name, field_ in (("TTFT", "ttft"), ("ITL", "itl")):
@@ -120,6 +120,11 @@ def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Ta
             sparkline([p.transfer_bytes_s for p in past], bars, room),
         )
     return table
+
+
+def _drafts(recent: RecentRates) -> str:
+    """Returns the share of accepted drafts, if there are drafts."""
+    return "" if recent.acceptance is None else f", drafts accepted {share(recent.acceptance)}"
 
 
 def _models(view: FleetView) -> Table:
@@ -227,6 +232,8 @@ def _detail(one: WorkerView, past: Iterable[Point], bars: str, width: int) -> Ta
     ):
         row(name, f"p50 {quantile(found, 'p50')}, p99 {quantile(found, 'p99')}", values)
     row("cached", f"{share(recent.hit_rate)} lately, {share(one.hit_rate)} since the start")
+    if recent.acceptance is not None:
+        row("drafts", f"{share(recent.acceptance)} accepted, {recent.tokens_a_draft} tokens a step")
     for tier, place in one.kv.items():
         moved = f", {place.stored_blocks:,} stored, {place.fetched_blocks:,} fetched"
         row(

@@ -152,7 +152,7 @@ class StepLoop:
         results = self.scheduler.update(step.plan, tokens, step.result.reports)
         for part in self._parts.completed:
             part.completed(step.plan, seconds)
-        return outputs_of(step, results)
+        return outputs_of(step, results, tokens)
 
     # Failures
 

@@ -4,10 +4,12 @@ with its first token. engine/step_loop.py launches and completes steps."""
 from __future__ import annotations
 
 import time
+from collections import abc
 from dataclasses import dataclass
 
 from shoal.api import Output, Span
 from shoal.engine.runner.runner import StepResult
+from shoal.engine.scheduling.draft_lengths import drafted
 from shoal.engine.scheduling.scheduler import StepPlan, TokenResult
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.token_logprobs import keep_prompt_logprobs, token_logprobs
@@ -23,8 +25,11 @@ class InFlight:
     launched_at: float  # seconds of the monotonic clock
 
 
-def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
-    """Returns an output for each result of the step (Scheduler.update)."""
+def outputs_of(
+    step: InFlight, results: list[TokenResult], tokens: abc.Sequence[list[int]] = ()
+) -> list[Output]:
+    """Returns an output for each result of the step (Scheduler.update). `tokens`: of each sample, where the
+    step reports on drafts."""
     result, outputs = step.result, []
     logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
     if result.prompt_logprobs is not None:
@@ -50,6 +55,9 @@ def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
             output.embedding = embeddings[sampled.sample]
             continue
         output.token_ids = sampled.token_ids
+        if result.reports:
+            num_sampled, report = len(tokens[sampled.sample]), result.reports[sampled.sample]
+            output.drafted = drafted(len(sampled.token_ids), num_sampled, report)
         if sampled.finish_reason is not None:
             output.stop_reason = seq.stop_reason
         if logprobs is not None and params.logprobs is not None:

@@ -18,7 +18,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from shoal.api import FinishReason, Request
+from shoal.api import Drafted, FinishReason, Request
 from shoal.stats import STEP_TOKENS, Stats
 
 
@@ -88,9 +88,13 @@ class Histogram:
 class ModelMetrics:
     """The metrics of one model. `begin` gives each sequence its RequestTimes."""
 
-    def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, str]) -> None:
-        """`cache_config` has the labels of vllm:cache_config_info and their values."""
+    def __init__(
+        self, model_name: str, max_model_len: int, cache_config: Mapping[str, str], most_drafts: int = 0
+    ) -> None:
+        """`cache_config` has the labels of vllm:cache_config_info and their values. `most_drafts`: of a
+        sequence in a step; 0: none are made."""
         self.labels, self.cache_config = (model_name, "0"), dict(cache_config)
+        self.drafts = DraftCounts(most_drafts)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -167,6 +171,7 @@ class ModelMetrics:
         yield from self._load(stats, is_up)
         yield from self._state(stats, sleeping_level)
         yield from self._counts(stats, refused)
+        yield from self.drafts.collect(self.labels)
         if stats.kv_tiers:
             yield from self._tiers(stats)
         yield from self._peers(stats)
@@ -406,6 +411,52 @@ class ModelMetrics:
         return family
 
 
+class DraftCounts:
+    """Counts of drafts, which are exported only if there may be any. An accepted draft is a token of an
+    answer."""
+
+    def __init__(self, most: int) -> None:
+        """most: the most drafts of a sequence in a step."""
+        self.num_steps = self.num_verified = 0
+        self.by_place = [0] * most  # accepted ones
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.by_place)
+
+    def set_most(self, most: int) -> None:
+        """The model has changed. Counts stay."""
+        self.by_place += [0] * (most - len(self.by_place))
+
+    def add(self, drafted: Drafted) -> None:
+        self.num_steps += drafted.num_steps
+        self.num_verified += drafted.num_verified
+        self.set_most(max(drafted.places, default=0))
+        for place in drafted.places:
+            if place:
+                self.by_place[place - 1] += 1
+
+    def collect(self, labels: Sequence[str]) -> Iterable[Metric]:
+        if not self.by_place:
+            return
+        for name, text, value in (
+            ("drafts", "Steps that verified drafts of a sequence, summed over sequences.", self.num_steps),
+            ("draft_tokens", "Drafts that were verified.", self.num_verified),
+            ("accepted_tokens", "Drafts that became tokens of answers.", self.num_accepted),
+        ):
+            family = CounterMetricFamily("vllm:spec_decode_num_" + name, text, labels=LABELS)
+            family.add_metric(labels, value)
+            yield family
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that became tokens of answers, by their place among the drafts of a step.",
+            labels=(*LABELS, "position"),
+        )
+        for position, count in enumerate(self.by_place):
+            places.add_metric((*labels, str(position)), count)
+        yield places
+
+
 class RequestTimes:
     """The times of one sequence: arrival, first token, last token."""
 
@@ -433,6 +484,10 @@ class RequestTimes:
         self.last = now
         self.count += count
         metrics.generation_tokens += count
+
+    def drafted(self, drafted: Drafted) -> None:
+        """Counts verified drafts, once the answer is cut at its end."""
+        self.metrics.drafts.add(drafted)
 
     def forget(self) -> None:
         """Removes a request that the engine refused from all counts."""

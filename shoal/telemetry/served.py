@@ -27,6 +27,8 @@ class RecentRates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     hit_rate: float | None = None  # share of cached prompt tokens
     ttft: Quantiles | None = None  # from a request's arrival to its first token
     itl: Quantiles | None = None  # between two tokens
+    acceptance: float | None = None  # share of verified drafts that became tokens of answers
+    tokens_a_draft: float | None = None  # tokens that a step with drafts of a sequence gives it
 
 
 class ServedTotals(msgspec.Struct, omit_defaults=True):
@@ -39,6 +41,9 @@ class ServedTotals(msgspec.Struct, omit_defaults=True):
     failed: int = 0  # requests that ended with an error
     first_token: list[int] = []  # []: all zeros
     between_tokens: list[int] = []
+    draft_steps: int = 0  # steps with drafts, summed over sequences
+    verified: int = 0  # drafts
+    accepted: int = 0  # drafts that became tokens of answers
 
     @classmethod
     def counting(cls) -> ServedTotals:
@@ -71,6 +76,9 @@ class ServedTotals(msgspec.Struct, omit_defaults=True):
             failed,
             first_token,
             between_tokens,
+            max(0, self.draft_steps - before.draft_steps),
+            max(0, self.verified - before.verified),
+            max(0, self.accepted - before.accepted),
         )
 
 
@@ -82,6 +90,9 @@ def totals_of(metrics: ModelMetrics) -> ServedTotals:
         metrics.finished[FinishReason.ERROR],
         list(metrics.first_token.counts),
         list(metrics.between_tokens.counts),
+        metrics.drafts.num_steps,
+        metrics.drafts.num_verified,
+        metrics.drafts.num_accepted,
     )
 
 
@@ -94,6 +105,9 @@ def sum_totals(parts: Iterable[ServedTotals]) -> ServedTotals:
         total.failed += one.failed
         total.first_token = _plus(total.first_token, one.first_token)
         total.between_tokens = _plus(total.between_tokens, one.between_tokens)
+        total.draft_steps += one.draft_steps
+        total.verified += one.verified
+        total.accepted += one.accepted
     return total
 
 
@@ -110,6 +124,8 @@ def recent_rates(
         hit_rate=round(min(1.0, lately.cached_tokens / prompt), 4) if prompt else None,
         ttft=quantiles_of(lately.first_token),
         itl=quantiles_of(lately.between_tokens),
+        acceptance=round(lately.accepted / lately.verified, 4) if lately.verified else None,
+        tokens_a_draft=round(1 + lately.accepted / lately.draft_steps, 2) if lately.draft_steps else None,
     )
 
 

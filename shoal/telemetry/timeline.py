@@ -37,6 +37,8 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    verified_drafts: int  # tokens that steps computed in advance
+    accepted_drafts: int  # tokens of the answers that were such drafts
     workers: list[str]  # workers of a fleet that computed a part of it
 
 
@@ -103,6 +105,7 @@ class Timeline:
         "answers",
         "began",
         "cached_tokens",
+        "drafted",
         "ended",
         "endpoint",
         "first",
@@ -125,6 +128,7 @@ class Timeline:
         self.first = self.last = self.ended = 0.0
         self.has_failed = False
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.drafted = (0, 0)  # verified drafts, and those that became tokens of the answers
         self.reasons: set[str] = set()  # finish reasons of the answers, also of external workers
         self.answers: list[AnswerTimeline] = []
         self.spans: list[SpanView] = []
@@ -232,6 +236,8 @@ class Timeline:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "verified_drafts": self.drafted[0],
+            "accepted_drafts": self.drafted[1],
             "workers": [
                 worker
                 for worker in dict.fromkeys([*workers, *[answer.worker for answer in self.answers]])

@@ -101,6 +101,8 @@ class Answer:
             count += 1
         output.token_ids = ids[:count]
         output.logprobs = None if output.logprobs is None else output.logprobs[:count]
+        if output.drafted is not None:
+            output.drafted.places = output.drafted.places[:count]
         return text, stop
 
     def _add_texts(self, steps: Sequence[TokenLogprobs | None]) -> None:

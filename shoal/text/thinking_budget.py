@@ -4,9 +4,8 @@ the end of reasoning appended, so that any engine can do it; its outputs are tho
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.api import FinishReason, Logprob, Output, Request
 from shoal.text.reading.thoughts import Start, Thoughts
@@ -145,10 +144,11 @@ def _cut(output: Output, count: int) -> Output:
     if count == len(output.token_ids):
         return output
     goes_on = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return dataclasses.replace(
+    return replace(
         output,
         token_ids=output.token_ids[:count],
         logprobs=None if output.logprobs is None else output.logprobs[:count],
+        drafted=None if (one := output.drafted) is None else replace(one, places=one.places[:count]),
         finish_reason=None if goes_on else output.finish_reason,
         stop_reason=None if goes_on else output.stop_reason,
     )
@@ -159,7 +159,11 @@ def _joined(first: Output, then: Output) -> Output:
     logprobs = None
     if first.logprobs is not None:
         logprobs = first.logprobs + (then.logprobs or [])
-    return dataclasses.replace(then, token_ids=first.token_ids + then.token_ids, logprobs=logprobs)
+    drafted = then.drafted
+    if drafted is not None:
+        drafted = replace(drafted, places=[0] * len(first.token_ids) + drafted.places)
+    ids = first.token_ids + then.token_ids
+    return replace(then, token_ids=ids, logprobs=logprobs, drafted=drafted)
 
 
 def _continuation(request: Request, answer: Sequence[int], number: int, *, has_run: bool) -> Request:
@@ -168,6 +172,6 @@ def _continuation(request: Request, answer: Sequence[int], number: int, *, has_r
     params = copy_params(request.params)
     if has_run:
         params.prompt_logprobs = None
-    return dataclasses.replace(
+    return replace(
         request, request_id=f"{request.request_id}-{number}", params=params, output_token_ids=list(answer)
     )

@@ -326,6 +326,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         kv_block_bytes=core.ranks.runner.cache.plan.bytes_of_tokens(resolved.block_size) * core.ranks.size,
         kv_cache_dtype=core.ranks.runner.cache.plan.dtype,
         most_new_tokens=(resolved.override_generation_config or {}).get("max_new_tokens"),
+        most_drafts=resolved.speculative.queries - 1 if resolved.speculative is not None else 0,
         generates=core.model_config.has_head,
     )
 

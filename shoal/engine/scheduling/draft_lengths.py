@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.api import Drafted
 from shoal.engine.scheduling.part_state import DraftHistory
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 
@@ -224,6 +225,16 @@ class DraftLengths:
             cost.ratio += COST_RATE * (believed - cost.ratio)
         cost.at, cost.last = self._num_steps, ratio
         cost.count += 1
+
+
+def drafted(num_kept: int, num_sampled: int, report: DraftReport) -> Drafted | None:
+    """Returns what an answer has of the tokens that one step sampled for it, of which it keeps the first. The
+    last one that was sampled is no draft."""
+    if not report.num_verified:
+        return None
+    num_accepted = min(num_kept, num_sampled - 1)
+    places = [*range(1, num_accepted + 1), *[0] * (num_kept - num_accepted)]
+    return Drafted(1, report.num_verified, places)
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -310,6 +310,8 @@ class WorkerServer:
                 async for output in outputs:
                     if output.token_ids or output.finish_reason not in (None, FinishReason.ABORT):
                         times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
+                    if output.drafted is not None:
+                        times.drafted(output.drafted)
                     if output.finish_reason is not None:
                         times.finish(output.finish_reason)
                     if part is not None:

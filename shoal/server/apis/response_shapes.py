@@ -32,12 +32,19 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; as vLL
 def usage_dict(usage: Usage, num_sent: int | None = None) -> dict[str, Any]:
     """num_sent: the tokens of answers that count. None: all that there are."""
     num_completed = usage.completion_tokens if num_sent is None else num_sent
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens + num_completed,
         "completion_tokens": num_completed,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.drafted is not None:
+        verified, accepted = usage.drafted
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": verified - accepted,
+        }
+    return found
 
 
 class TextPlace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
 
@@ -29,11 +29,17 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageInfo(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class CalledFunction(Struct):

@@ -37,6 +37,8 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache held
+    # verified drafts, and those that became tokens of the answers; None: the model runs without drafts
+    drafted: tuple[int, int] | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -77,6 +79,8 @@ class Generation:
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
         self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
+        if model.loaded.most_drafts:
+            self.usage.drafted = (0, 0)
         self.line = line
         line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
@@ -245,6 +249,10 @@ class Generation:
                     self.line.cached_tokens = self.usage.cached_tokens
                 delta = running.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
+                if output.drafted is not None:
+                    verified, accepted = self.usage.drafted or (0, 0)
+                    now = output.drafted.num_verified, output.drafted.num_accepted
+                    self.line.drafted = self.usage.drafted = (verified + now[0], accepted + now[1])
                 if delta.finish_reason is not None:
                     self._num_ended += 1
                     # The engine does not know of a stop string and would go on; other answers may run long.
@@ -320,6 +328,8 @@ class _Running:
         # A request that was aborted before its first token never waited for that token.
         if output.token_ids or finish != FinishReason.ABORT:
             self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
+        if output.drafted is not None:
+            self.times.drafted(output.drafted)
         self.line.push(output, self.times.last)
         if finish is not None:
             self.times.finish(finish)

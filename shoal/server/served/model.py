@@ -75,6 +75,7 @@ class LoadedModel:
     tool_call_parser: str = "none"  # a name of text/formats/registry.py, or "none"
     reasoning_parser: str = "none"  # "qwen3" | "none"
     cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
+    most_drafts: int = 0  # of a sequence in a step; 0: the engine makes none
     summary: ModelSummary = field(default_factory=ModelSummary)
     card: ModelCard | None = None  # None: built without a card, as in tests
 
@@ -107,7 +108,9 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.name = self.names[0]
         self.admission = Admission(self.loaded.max_num_seqs, self.max_queued_requests)
-        self.metrics = ModelMetrics(self.name, self.max_model_len, self.loaded.cache_config)
+        self.metrics = ModelMetrics(
+            self.name, self.max_model_len, self.loaded.cache_config, self.loaded.most_drafts
+        )
         self.numbers = itertools.count()
         self.builder = self._builder()
         self.last_stats = Stats()
@@ -135,6 +138,7 @@ class ServedModel:
         self.builder = self._builder()
         self.admission.set_limit(loaded.max_num_seqs, self.max_queued_requests)
         self.metrics.cache_config = loaded.cache_config
+        self.metrics.drafts.set_most(loaded.most_drafts)
         self.changed.set()
 
     async def stats(self) -> Stats:
@@ -292,6 +296,7 @@ def loaded_model(card: ModelCard, tokenizer: Tokenizer | None) -> LoadedModel:
         tool_call_parser=card.tool_call_parser,
         reasoning_parser=card.reasoning_parser,
         cache_config=card.cache_config,
+        most_drafts=card.most_drafts,
         summary=card.summary,
         card=card,
     )

@@ -57,4 +57,7 @@ def _event(name: str, stats: Stats, recent: RecentRates) -> Event | None:
         f"running {stats.num_running}, waiting {stats.num_waiting}, "
         f"KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits}"
     )
+    if recent.acceptance is not None:
+        fields |= {"draft_acceptance": recent.acceptance, "tokens_per_draft": recent.tokens_a_draft}
+        text += f", drafts accepted {recent.acceptance:.1%} ({recent.tokens_a_draft:.2f} tokens a step)"
     return Event(text, fields)
