@@ -11,11 +11,11 @@ from shoal.attention.backend import AttentionShape, Backends
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
+from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import build_head_norm
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.sinks import Sinks
 from shoal.model_config import AttentionKind, ModelConfig
 
 
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         )
         self.q_norm = build_head_norm(config, kind, ops)
         self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
-        self.sinks = Sinks(kind.num_heads, tp) if kind.sinks else None
+        self.sinks = HeadNumbers(kind.num_heads, tp) if kind.sinks else None
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of each head of q and of k, which are part of the fused pass."""
@@ -123,7 +123,7 @@ class Attention(nn.Module):
             q_THN, k_TGN, v_TGN = qkv.view(-1, h + 2 * g, n).split((h, g, g), dim=1)
         else:
             q_THN, k_TGN, v_TGN = qkv.view(-1, h, n), None, None
-        sinks_H = None if self.sinks is None else self.sinks.logits_H
+        sinks_H = None if self.sinks is None else self.sinks.values_H
         out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, select_S is not None, sinks_H)
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:

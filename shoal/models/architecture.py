@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.model_config import ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.checkpoint_names import Stored
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, SLIDING
@@ -63,6 +63,8 @@ class Architecture:
     # or `read` says how.
     layer_types: Callable[[ConfigFields, int], tuple[str, ...]] | None = None
     known_layer_types: tuple[str, ...] = (FULL, SLIDING)
+    # a further layer type -> its layers, from a config's fields; layers of other types have attention
+    other_layers: Mapping[str, Callable[[ConfigFields], LayerKind]] = field(default_factory=dict)
     # None: layers with a window have the rope of the others, unless the config keys it by layer type.
     sliding_rope: SlidingRope | None = None
     nested_in: tuple[str, ...] = ()  # multimodal classes whose text_config is one of this architecture

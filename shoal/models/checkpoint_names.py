@@ -33,7 +33,15 @@ class Stack:
     parts: tuple[str, ...]
     interleaved: bool = False  # the rows of the parts alternate; else they follow one another
     transposed: bool = False  # a matrix in plain numbers is [inputs, outputs]
-    by_heads: bool = False  # parts are q, k and v, of as many rows as they have heads; else parts are equal
+    # From a config to the number of runs in which the rows lie, and the shares of the parts in a run. None:
+    # one run of equal parts.
+    runs: Callable[[ModelConfig], tuple[int, tuple[int, ...]]] | None = None
+
+
+def query_key_value(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """The runs of a tensor of q, k and v, of as many rows as they have heads."""
+    attention = config.attention
+    return 1, (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +78,8 @@ def split(
             continue
         *experts, suffix = found.groups()
         if isinstance(target, Stack):
-            shares = (1,) * len(target.parts)
-            if target.by_heads:
-                shares = (config.attention.num_heads, *[config.attention.num_kv_heads] * 2)
-            yield from _parts(name, shape, target, shares, layer[1], (suffix or ".weight")[1:])
+            runs = (1, (1,) * len(target.parts)) if target.runs is None else target.runs(config)
+            yield from _parts(name, shape, target, runs, layer[1], (suffix or ".weight")[1:])
         elif isinstance(target, Row):
             yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])
         else:
@@ -83,8 +89,14 @@ def split(
 
 
 def _parts(
-    name: str, shape: tuple[int, ...], stack: Stack, shares: tuple[int, ...], layer: str, parameter: str
+    name: str,
+    shape: tuple[int, ...],
+    stack: Stack,
+    runs: tuple[int, tuple[int, ...]],
+    layer: str,
+    parameter: str,
 ) -> Iterator[Part]:
+    count, shares = runs
     by_expert, common = EXPERT in stack.parts[0], math.gcd(*shares)
     shares = tuple(share // common for share in shares)
     total, turned = sum(shares), stack.transposed and parameter == "weight"
@@ -105,23 +117,29 @@ def _parts(
 
             yield Part(f"{layer}{part}.{parameter}", shape, scaled)
         return
-    if len(shape) <= outs or shape[outs] % total:
+    if len(shape) <= outs or shape[outs] % (count * total):
         raise CheckpointError(
-            f"{name} has shape {list(shape)}, which does not hold {total} equal parts in dimension {outs}; "
-            "is it another model's file?"
+            f"{name} has shape {list(shape)}, which does not hold {count * total} equal parts in dimension "
+            f"{outs}; is it another model's file?"
         )
-    unit, dim = shape[outs] // total, outs - int(by_expert)
+    if stack.interleaved:
+        count = shape[outs] // total
+    unit, dim = shape[outs] // (count * total), outs - int(by_expert)
     for expert in range(shape[0]) if by_expert else (None,):
         for i, part in enumerate(stack.parts):
             own, start = list(shape[int(by_expert) :]), unit * sum(shares[:i])
-            own[dim] = unit * shares[i]
+            own[dim] = count * unit * shares[i]
             if turned:
                 own = own[::-1]
-            rows = slice(i, None, total) if stack.interleaved else slice(start, start + unit * shares[i])
+            rows = slice(start, start + unit * shares[i])
 
             def take(tensor: torch.Tensor, expert: int | None = expert, rows: slice = rows) -> torch.Tensor:
                 matrix = tensor if expert is None else tensor[expert]
-                matrix = matrix[:, rows] if dim else matrix[rows]
+                if count == 1:  # a GGUF file's matrix has slices of rows alone
+                    matrix = matrix[:, rows] if dim else matrix[rows]
+                else:
+                    in_runs = matrix.unflatten(dim, (count, -1)).movedim(dim + 1, 0)[rows]
+                    matrix = in_runs.movedim(0, dim + 1).flatten(dim, dim + 1)
                 return matrix.T if turned else matrix
 
             yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take)

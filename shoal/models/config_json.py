@@ -47,7 +47,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     layer_types = _layer_types(architecture, fields, num_layers)
     ropes = read_ropes(
         fields,
-        set(layer_types),
+        set(layer_types) - set(architecture.other_layers),
         head_dim,
         keyed=architecture.layer_types is not None,
         partial="partial_rotary_factor" in architecture.defaults,
@@ -65,7 +65,11 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
             )
         )
         for kind, rope in ropes.items()
-    }
+    } | {kind: read(fields) for kind, read in architecture.other_layers.items() if kind in layer_types}
+    if not ropes:
+        raise CheckpointError(
+            f"{where}: layer_types must have a layer with attention, got {', '.join(sorted({*layer_types}))}"
+        )
     shared = ModelConfig(
         architecture=architecture.name,
         vocab_size=fields.count("vocab_size"),
@@ -150,7 +154,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 def _layer_types(architecture: Architecture, fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     """The type of each layer. Where the architecture does not read them they are all of one type, and unknown
     ones are refused all the same."""
-    known = architecture.known_layer_types
+    known = (*architecture.known_layer_types, *architecture.other_layers)
     given = given_layer_types(fields, known)
     if architecture.layer_types is None:
         return (FULL,) * num_layers

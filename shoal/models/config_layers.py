@@ -7,9 +7,9 @@ from shoal.kinds.latent import LatentKind
 from shoal.model_config import AttentionKind, LayerKind
 from shoal.models.config_fields import ConfigFields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # spellings of older configs -> newer ones
-RENAMED = {"attention": FULL, "mamba": "linear_attention"}
+RENAMED = {"attention": FULL, "mamba": LINEAR}
 
 
 def given_layer_types(fields: ConfigFields, known: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -25,6 +25,7 @@ from shoal.models.families import (
     smollm3,
     youtu,
 )
+from shoal.models.hybrids import qwen3_5, qwen3_next
 from shoal.models.mixtures import (
     deepseek_v2,
     deepseek_v3,
@@ -82,6 +83,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     glm4_moe_lite.ARCHITECTURE,
     mistral4.ARCHITECTURE,
     youtu.ARCHITECTURE,
+    qwen3_next.ARCHITECTURE,
+    qwen3_5.DENSE,
+    qwen3_5.SPARSE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -10,7 +10,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL
+from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.families import granite
 
 
@@ -36,7 +36,7 @@ ARCHITECTURE = Architecture(
         "intermediate_size": 11008,
     },
     read=read,
-    layer_types=lambda fields, num_layers: ("linear_attention",) * num_layers,
+    layer_types=lambda fields, num_layers: (LINEAR,) * num_layers,
     known_layer_types=(FULL,),
     tensors={
         "shared_mlp.input_linear": Stack(("mlp.gate_proj", "mlp.up_proj")),

@@ -4,7 +4,7 @@ Phi-3 has a window in all layers, and models for long contexts have longrope."""
 from __future__ import annotations
 
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.checkpoint_names import Stack
+from shoal.models.checkpoint_names import Stack, query_key_value
 from shoal.models.families import mistral
 
 ARCHITECTURE = Architecture(
@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
     read=mistral.read,
     tensors={
         "self_attn.qkv_proj": Stack(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), by_heads=True
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), runs=query_key_value
         ),
         "mlp.gate_up_proj": Stack(("mlp.gate_proj", "mlp.up_proj")),
     },

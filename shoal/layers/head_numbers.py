@@ -1,4 +1,4 @@
-"""Sinks: the learned logits of a layer's query heads that join the denominators of their softmax."""
+"""HeadNumbers: one learned number for each head of a layer, such as the logits of attention sinks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_s
 from shoal.layers.parallel import TensorParallel
 
 
-class Sinks(LoadingLayer):
-    """float32 logits of this rank's H query heads."""
+class HeadNumbers(LoadingLayer):
+    """float32 numbers of this rank's H heads."""
 
     def __init__(self, num_heads: int, tp: TensorParallel) -> None:
         super().__init__()
         self.num_heads, self.rank = num_heads, tp.rank
-        self.logits_H = nn.Parameter(
+        self.values_H = nn.Parameter(
             torch.empty(num_heads // tp.size, dtype=torch.float32), requires_grad=False
         )
 
@@ -26,5 +26,5 @@ class Sinks(LoadingLayer):
 
     def _load(self, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), (self.num_heads,))
-        size = len(self.logits_H)
-        copy_into(self.logits_H, narrow(tensor, 0, self.rank * size, size), name)
+        size = len(self.values_H)
+        copy_into(self.values_H, narrow(tensor, 0, self.rank * size, size), name)

@@ -1,0 +1,71 @@
+"""Qwen3.5 (3.6 and 3.8 too), dense and with experts: Qwen3-Next, whose matrices for delta nets are apart."""
+
+from __future__ import annotations
+
+from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.checkpoint_names import Stack, Stored
+from shoal.models.config_experts import with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import LINEAR
+from shoal.models.config_recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
+from shoal.models.hybrids.qwen3_next import EXPERTS, QUERY_AND_GATE, hybrid_layer, parts_of_qkv, with_gates
+
+
+def read_sparse(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    experts = ExpertsKind(
+        fields.count("num_experts"),
+        fields.count("moe_intermediate_size"),
+        Router(fields.count("num_experts_per_tok"), renormalize=True),
+        shared=SharedExpert(fields.count("shared_expert_intermediate_size"), gated=True),
+    )
+    return with_experts(with_gates(config, fields), fields, experts)
+
+
+DEFAULTS = {
+    **DELTA_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+}
+TENSORS: dict[str, Stored] = {
+    "self_attn.q_proj": QUERY_AND_GATE,
+    "linear_attn.in_proj_qkv": Stack(
+        tuple(f"linear_attn.in_proj_{part}" for part in "qkv"), runs=parts_of_qkv
+    ),
+}
+DENSE = Architecture(
+    name="qwen3_5_text",
+    hf_class="Qwen3_5ForCausalLM",
+    defaults={**DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 12288},
+    read=with_gates,
+    layer_types=linear_but_every,
+    other_layers={LINEAR: delta_layer},
+    nested_in=("Qwen3_5ForConditionalGeneration",),
+    also_named=("qwen3_5",),
+    renamed={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+    tensors=TENSORS,
+    layer_class=hybrid_layer,
+)
+SPARSE = Architecture(
+    name="qwen3_5_moe_text",
+    hf_class="Qwen3_5MoeForCausalLM",
+    defaults={
+        **DEFAULTS,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "intermediate_size": 512,  # no layer has such an MLP
+    },
+    read=read_sparse,
+    layer_types=linear_but_every,
+    other_layers={LINEAR: delta_layer},
+    nested_in=("Qwen3_5MoeForConditionalGeneration",),
+    also_named=("qwen3_5_moe",),
+    renamed={"num_local_experts": "num_experts"},
+    tensors={**TENSORS, **EXPERTS},
+    layer_class=hybrid_layer,
+)
