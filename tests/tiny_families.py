@@ -4,6 +4,7 @@ their publishers use. tests/cpu/models/test_families.py tries each row; tests/ti
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -541,6 +542,70 @@ FAMILIES["mistral-vision"] = (
     ),
     new_prefixes,
 )
+LINEAR = "linear_attention"
+DELTA = dict(
+    head_dim=16,
+    num_hidden_layers=4,
+    layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_conv_kernel_dim=4,
+)
+SHARED = dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
+)
+MROPE = dict(
+    rope_type="default",
+    rope_theta=10000.0,
+    partial_rotary_factor=0.5,
+    mrope_section=[2, 1, 1],
+    mrope_interleaved=True,
+)
+QWEN_VISION = dict(
+    depth=1,
+    hidden_size=32,
+    intermediate_size=32,
+    num_heads=2,
+    out_hidden_size=48,
+    patch_size=4,
+    num_position_embeddings=16,
+)
+
+
+def with_mtp(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """A head that drafts tokens, which lies beside the model."""
+    name = next(name for name in tensors if name.endswith("layers.2.self_attn.o_proj.weight"))
+    tensors["mtp.layers.0.self_attn.o_proj.weight"] = tensors[name].clone()
+    tensors["mtp.fc.weight"] = torch.zeros(48, 96)
+
+
+def stacked_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """A layer's experts in two tensors, gate above up, as Qwen3.5 is published."""
+    for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        prefix = name.removesuffix("0.gate_proj.weight")
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{i}.{part}.weight") for i in range(6)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
+
+
+FAMILIES["qwen3-next"] = ("Qwen3NextConfig", dict(**DELTA, **SHARED, decoder_sparse_step=2), with_mtp)
+FAMILIES["qwen3.5"] = ("Qwen3_5TextConfig", dict(**DELTA, tie_word_embeddings=True), None)
+FAMILIES["qwen3.5-vision"] = (
+    "Qwen3_5Config",
+    dict(text_config=dict(DELTA, rope_parameters=MROPE), vision_config=QWEN_VISION),
+    with_mtp,
+)
+FAMILIES["qwen3.5-moe"] = (
+    "Qwen3_5MoeConfig",
+    dict(text_config=dict(DELTA, **SHARED, rope_parameters=MROPE), vision_config=QWEN_VISION),
+    stacked_experts,
+)
+# Models with recurrent layers: a prefix is found where a state was kept alone.
+RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-vision", "qwen3.5-moe")
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 
@@ -568,6 +633,10 @@ def widen(model: torch.nn.Module) -> None:
         if "norm" in key and weight.dim() == 1:
             centre = 0.0 if weight.any() else 1.0  # such a norm multiplies by 1 + weight
             weight.uniform_(0.6, 1.8).sub_(centre)
+        elif key.endswith("A_log"):
+            weight.uniform_(math.log(0.003), math.log(0.3))  # such states forget slowly
+        elif "conv" in key and weight.dim() == 3:
+            weight.normal_(0, 0.7)
         elif key.endswith("sinks"):
             weight.normal_(0, 2.0)
         elif key.endswith(("correction_bias", "expert_bias")):

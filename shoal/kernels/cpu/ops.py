@@ -14,7 +14,6 @@ from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_s
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
-from shoal.kernels.recurrent.reference import causal_conv, gated_delta, gated_norm, mamba2
 from shoal.kernels.reference import apply_updates, copy_ints, copy_rows, embed
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
