@@ -33,6 +33,10 @@ STATE_DTYPES = ("auto", "float32", "bfloat16")
 MOST_DRAFTS = 64  # more are hardly ever all accepted, and a step has room for them in each sequence
 MOST_LOOKUP_TOKENS = 64
 DEFAULT_LOOKUP_TOKENS = 5
+# Sizes of steps are then 1, 2, 3, 5 and 9 tokens. Three equal tokens are seldom a coincidence, and of several
+# earlier places the one with most equal tokens is the likeliest to continue in the same way.
+AUTO_DRAFTS = {"num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 8}
+SERVER_SPECULATION = {"method": "auto"}  # the default of `shoal serve` and `shoal chat`
 # options that only a worker of a fleet has
 WORKER_ONLY_OPTIONS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
@@ -174,9 +178,10 @@ class SpeculativeConfig:
         dataclasses.MISSING,
         'source of the drafts; "ngram": what followed the last tokens where they stood before in the prompt '
         'or the answer; "suffix": the same with the most frequent of all continuations; "eagle3": a draft '
-        'head, see `model`; "mtp": the head in the model\'s own checkpoint',
+        'head, see `model`; "mtp": the head in the model\'s own checkpoint; "auto": ngram with good numbers, '
+        "and no drafts for a model or machine without a drafter",
         section="speculative_config",
-        choices=("ngram", "suffix", "eagle3", "mtp"),
+        choices=("ngram", "suffix", "eagle3", "mtp", "auto"),
     )
     # None for a head until engine/resolve.py fills in the head's own number.
     num_speculative_tokens: int = option(
@@ -226,7 +231,8 @@ class SpeculativeConfig:
         fields = _fields_of(cls, "speculative_config", value)
         if "method" not in fields:
             raise ConfigError(
-                "speculative_config.method must be one of ngram, suffix, eagle3, mtp, got nothing; choose one"
+                "speculative_config.method must be one of ngram, suffix, eagle3, mtp, auto, got nothing; "
+                "choose one"
             )
         return cls(**fields)
 
@@ -246,6 +252,10 @@ class SpeculativeConfig:
                 f"speculative_config.model must be left out with method {self.method!r}, got {self.model!r}; "
                 "it is for 'eagle3'"
             )
+        if self.method == "auto":
+            for name, number in AUTO_DRAFTS.items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, number)
         if self.method == "ngram" and self.num_speculative_tokens is None:
             raise ConfigError(
                 f"speculative_config.num_speculative_tokens must be an integer from 1 to {MOST_DRAFTS} with "
@@ -524,7 +534,8 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = option(
         None,
         "speculative decoding with vLLM's fields, in JSON, such as "
-        '{"method": "ngram", "num_speculative_tokens": 5}; null: none',
+        '{"method": "ngram", "num_speculative_tokens": 5}; null: none; default: {"method": "auto"} for '
+        "`shoal serve` and `shoal chat`, elsewhere none",
     )
     disable_cascade_attn: bool = option(False, "let each decode read a shared prefix by itself")
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")

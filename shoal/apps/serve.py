@@ -22,7 +22,14 @@ from shoal.apps.join import (
     with_events,
     worker_id_of,
 )
-from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig, check_lends
+from shoal.config import (
+    DEFAULT_MODEL,
+    SERVER_SPECULATION,
+    SERVER_TARGET_ITL_MS,
+    EngineConfig,
+    ServerConfig,
+    check_lends,
+)
 from shoal.control import ServedEngine
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
@@ -104,7 +111,8 @@ def plan(
                 "awake one has"
             )
         options = {**options, "enable_sleep_mode": True}
-    options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
+    defaults = {"target_itl_ms": SERVER_TARGET_ITL_MS, "speculative_config": SERVER_SPECULATION}
+    options = defaults | options
     if config.role in KV_ROLES:
         kv_role = KV_ROLES[config.role]
         if config.role == "decode" and options.get(

@@ -125,6 +125,11 @@ def resolve_config(
 def _speculation(config: EngineConfig, model: ModelConfig) -> SpeculativeConfig | None:
     """Returns what speculation may do. Raises ConfigError for a method without a drafter."""
     options = config.speculative_config
+    if options is not None and options.method == "auto":
+        has_states = any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
+        if has_states or "ngram" not in DRAFTERS:
+            return None
+        options = dataclasses.replace(options, method="ngram")
     if options is not None and options.method not in DRAFTERS:
         lacks = {"mtp": f"no head of {config.model} is read", "eagle3": "no draft head is read"}
         raise ConfigError(

@@ -42,6 +42,12 @@ def test_suffix_drafts_as_many_tokens_as_its_tree_is_deep():
     assert of({"method": "suffix", "num_speculative_tokens": 7}).queries == 8
 
 
+def test_auto_has_good_numbers_that_may_be_changed():
+    config = of({"method": "auto"})
+    assert (config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max) == (8, 3, 8)
+    assert of({"method": "auto", "num_speculative_tokens": 4}).queries == 5
+
+
 def test_json_dict_and_config_are_the_same():
     config = of(NGRAM)
     assert of(json.dumps(NGRAM)) == of(config) == config

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from shoal.argument_parser import Commands, given_options
 from shoal.cli.address import API_KEY_HELP, server_key
 from shoal.cli.commands.engine_flags import MODEL_HELP, add_engine_flags, build_llm, sampling_options
-from shoal.config import DEFAULT_MODEL, EngineConfig
+from shoal.config import DEFAULT_MODEL, SERVER_SPECULATION, EngineConfig
 from shoal.errors import ConfigError
 from shoal.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.engine.llm import LLM
 
 DESCRIPTION = "A conversation with a model on this machine, or on a server (--url). /help lists its commands."
 
@@ -59,6 +63,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
         raise ConfigError("--api-key is for a server; add its --url, or leave the key out")
     if keyboard.is_terminal:
         note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
-    local = LocalSpeaker(build_llm(arguments), lambda name: build_llm(arguments, name))
+
+    def build(model: str | None = None) -> LLM:
+        return build_llm(arguments, model, speculative_config=SERVER_SPECULATION)
+
+    local = LocalSpeaker(build(), build)
     with contextlib.closing(local):
         return Chat(local, keyboard, arguments.system, settings).run()

@@ -58,9 +58,10 @@ def measured_params(arguments: argparse.Namespace) -> SamplingParams:
     return sampling_params(arguments, greedy, max_tokens=arguments.output_len)
 
 
-def build_llm(arguments: argparse.Namespace, model: str | None = None) -> LLM:
-    """Loads the model of the arguments, or `model` in its place, without the options of one model."""
-    given = given_options(arguments, EngineConfig)
+def build_llm(arguments: argparse.Namespace, model: str | None = None, **defaults: Any) -> LLM:
+    """Loads the model of the arguments, or `model` in its place, without the options of one model.
+    `defaults`: values of options that are not given."""
+    given = defaults | given_options(arguments, EngineConfig)
     if model not in (None, given.get("model", DEFAULT_MODEL)):
         given = {name: given[name] for name in given if name not in ONE_MODEL_OPTIONS} | {"model": model}
     EngineConfig(**given)  # reports a wrong option before torch is imported, which takes seconds

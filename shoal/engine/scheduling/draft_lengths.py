@@ -229,7 +229,7 @@ class DraftLengths:
 
 def drafted(num_kept: int, num_sampled: int, report: DraftReport) -> Drafted | None:
     """Returns what an answer has of the tokens that one step sampled for it, of which it keeps the first. The
-    last one that was sampled is no draft."""
+    last sampled token is not a draft."""
     if not report.num_verified:
         return None
     num_accepted = min(num_kept, num_sampled - 1)
