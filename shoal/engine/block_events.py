@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
+from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
 from shoal.kv.events.publisher import KvEvents
 
@@ -16,17 +17,33 @@ class BlockEvents(StepPart):
 
     def __init__(self, events: KvEvents, blocks: SequenceBlocks) -> None:
         self._events, self._blocks = events, blocks
+        self._has_states = isinstance(blocks, StateBlocks)
+        self._published: set[bytes] = set()  # with states: the keys that are published and not removed
         blocks.pool.listeners.append(self)
 
     def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
-        """An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
-        at `run`. Events report the blocks of the first group."""
-        if group:
-            return
+        """A block that stays a copy is not published. Events report the blocks of the first group."""
+        if group == 0 and not self._has_states:
+            key_of = self._blocks.pool.key_of
+            self._publish(seq, start, [key_of(block) is not None for block in blocks])
+
+    def kept(self, seq: EngineSequence, end: int) -> None:
+        """Publishes the blocks up to a snapshot, as a prompt can continue only after one."""
+        pool, size = self._blocks.pool, self._blocks.groups[0].block_size
+        step, end = size // self._blocks.block_size, end // size
+        keys, start = seq.keys[step - 1 : end * step : step], end
+        while start and keys[start - 1] not in self._published:
+            start -= 1
+        self._publish(seq, start, [pool.find(key) is not None for key in keys[start:]])
+        self._published.update(key for key in keys[start:] if pool.find(key) is not None)
+
+    def _publish(self, seq: EngineSequence, start: int, are_findable: Sequence[bool]) -> None:
+        """Publishes the findable ones of the sequence's blocks from `start` on. An event has a run of
+        adjacent blocks, which began at `run`."""
         step = self._blocks.groups[0].block_size // self._blocks.block_size  # keys of the chain for a block
-        size, end, run = self._blocks.groups[0].block_size, start + len(blocks), start
+        size, end, run = self._blocks.groups[0].block_size, start + len(are_findable), start
         for i in range(start, end + 1):
-            if i < end and self._blocks.pool.key_of(blocks[i - start]) is not None:
+            if i < end and are_findable[i - start]:
                 continue
             if run < i:
                 self._events.stored(
@@ -41,9 +58,11 @@ class BlockEvents(StepPart):
     # Calls of the pool
 
     def removed(self, key: bytes, block: int) -> None:
+        self._published.discard(key)
         self._events.removed(key, block)
 
     def cleared(self) -> None:
+        self._published.clear()
         self._events.cleared()
         self._events.flush()  # the next step, which would do it, may be far away
 
@@ -63,7 +82,8 @@ class BlockEvents(StepPart):
         self._events.flush()
 
     def check(self) -> None:
-        self._events.check(self._blocks.pool.cached_keys(), has_others=len(self._blocks.groups) > 1)
+        has_others = self._has_states or len(self._blocks.groups) > 1
+        self._events.check(self._blocks.pool.cached_keys(), has_others)
 
     def close(self) -> None:
         self._blocks.pool.listeners.remove(self)

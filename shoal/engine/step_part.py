@@ -84,6 +84,9 @@ class StepPart:
         """The sequence's full blocks from the one at `start` on in the table of a group, which are `blocks`,
         are findable now. Blocks whose content was findable already, in other blocks, are among them."""
 
+    def kept(self, seq: EngineSequence, end: int) -> None:
+        """A snapshot of the sequence's states after `end` tokens is findable now."""
+
     def released(self, blocks: Sequence[int]) -> None:
         """A sequence, a fetch or a reader gives these blocks back. Steps in flight may still use them."""
 

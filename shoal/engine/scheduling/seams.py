@@ -35,6 +35,11 @@ class BlockWatcher(Protocol):
         are findable now. Blocks whose content was findable already, in other blocks, are among them."""
         ...
 
+    def kept(self, seq: Sequence, end: int) -> None:
+        """A snapshot of the sequence's states after `end` tokens is findable now. Until then its last blocks
+        are of no use to others. Without recurrent layers there are no snapshots."""
+        ...
+
     def released(self, blocks: abc.Sequence[int]) -> None:
         """A sequence, a fetch or a reader has given these blocks back. Steps in flight may still use
         them."""

@@ -255,6 +255,8 @@ class StateBlocks(GroupedBlocks):
             self._pass_on(states, end, found)
             return
         self.snapshots.register(snapshot, key)
+        for watcher in self.watchers:
+            watcher.kept(seq, end)
         is_kept = end in states.points or end - states.kept_at >= self._distance
         self._pass_on(states, end, snapshot if is_kept else None)
         if not is_kept:
