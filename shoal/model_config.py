@@ -106,6 +106,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divisor of logits
     logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    head_layers: tuple[LayerKind, ...] = ()  # a draft head's, whose caches follow the layers' own
     num_draft_layers: int = 0  # further layers in the files, which draft tokens; they are not loaded
     dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
     bos_token_id: int | None = None
@@ -116,6 +117,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cached_layers(self) -> tuple[LayerKind, ...]:
+        """The layers that a step runs, a draft head's last."""
+        return self.layers + self.head_layers
 
     @property
     def attention(self) -> AttentionKind | LatentKind:

@@ -228,7 +228,7 @@ def _check_memory(
     else:
         weights = num_weights(model) * itemsize
     weights //= ranks if gpu else 1  # on the CPU ranks share the memory
-    ropes = {(a.rope, a.rotary_dim) for kind in model.layers if (a := kind.attention) is not None}
+    ropes = {(a.rope, a.rotary_dim) for kind in model.cached_layers if (a := kind.attention) is not None}
     angles = config.max_model_len * sum(size for _, size in ropes)
     tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks * len(plan.groups))
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()

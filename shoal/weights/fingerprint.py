@@ -59,7 +59,7 @@ def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool) -> bytes:
     The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
     few small tensors alone may go unnoticed. Raises CheckpointError and OSError."""
     hasher = xxhash.xxh3_128(msgspec.msgpack.encode((_fields(files.config), is_packed)))
-    for path in weight_files(files):
+    for path in [*weight_files(files), *([] if files.head is None else files.head.weight_files())]:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             hasher.update(size.to_bytes(8, "little"))

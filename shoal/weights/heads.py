@@ -15,7 +15,7 @@ from shoal.files.json_file import read_object
 from shoal.models.heads.eagle3_config import Eagle3Config, read_eagle3
 from shoal.weights import hub
 from shoal.weights.hub_names import hub_model
-from shoal.weights.safetensors import DTYPES, has_weights, safetensors_headers, safetensors_tensors
+from shoal.weights.safetensors import DTYPES, has_weights, safetensors_headers, safetensors_tensors, shards
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,10 @@ class HeadFiles:
             headers = safetensors_headers(self.folder, HEAD_DTYPES)
             return frozenset(_own_name(name) for _, tensors in headers for name in tensors)
         return frozenset(name for name, _ in self._pickled())
+
+    def weight_files(self) -> list[Path]:
+        """The files that hold weights. Raises CheckpointError if a file is missing."""
+        return sorted(shards(self.folder)) if has_weights(self.folder) else [self.folder / PICKLED]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors under the module's names."""
@@ -87,7 +91,7 @@ def resolve_head(model: str, download_dir: str | None = None) -> HeadFiles:
         return HeadFiles(path)
     if path.exists() or (on_hub := hub_model(model)) is None:
         raise CheckpointError(
-            f"the draft head {model!r:.200} is no folder and no model of the hub (org/name)"
+            f"the draft head {model!r:.200} must be a folder or a model of the hub (org/name); name one"
         )
     return HeadFiles(hub.download(on_hub, None, download_dir, is_checked=False))
 

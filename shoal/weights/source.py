@@ -24,6 +24,7 @@ from shoal.models.config_json import config_from_json, overridden
 from shoal.sampling_params import SamplingParams, sampling_defaults
 from shoal.weights import default_model, hub, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
+from shoal.weights.heads import HeadFiles, resolve_head
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
@@ -47,6 +48,7 @@ class CheckpointFiles:
     file: Path | None = None  # the GGUF file, if it is one
     revision: str | None = None  # a store's model: its version, which may be outdated there
     overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # fields of config.json
+    head: HeadFiles | None = None  # a draft head of this model
 
     @property
     def kind(self) -> str:
@@ -81,6 +83,13 @@ class CheckpointFiles:
             )
         return replace(self, overrides=overrides)
 
+    def with_head(self, model: str, download_dir: str | None = None) -> CheckpointFiles:
+        """Returns the files with the draft head that `model` names. Raises CheckpointError if it was made for
+        another model."""
+        head = resolve_head(model, download_dir)
+        head.config.check_target(self.config, str(head.folder))
+        return replace(self, head=head)
+
     @cached_property
     def header(self) -> GGUFHeader:
         """The header of a GGUF file; folders have no such header."""
@@ -89,6 +98,10 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> ModelConfig:
+        own = self._own_config()
+        return own if self.head is None else replace(own, head_layers=self.head.config.decoder.layers)
+
+    def _own_config(self) -> ModelConfig:
         if self.file is None:
             if not (self.folder / "config.json").exists():
                 raise CheckpointError(

@@ -3,7 +3,7 @@ computes their checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 import torch
@@ -19,10 +19,11 @@ from shoal.weights.source import CheckpointFiles
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
-    """Returns the first field that makes `theirs` another model. None: weights of one fit the other."""
+    """Returns the first field that makes `theirs` another model. None: weights of one fit the other. A draft
+    head stays with the engine, whichever weights come."""
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
-        if field.name not in FREE_FIELDS and mine != its:
+        if field.name not in (*FREE_FIELDS, "head_layers") and mine != its:
             return f"its {field.name} is {its!s:.80}, the engine's {mine!s:.80}"
     return None
 
@@ -86,11 +87,10 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def checksums(model: nn.Module) -> dict[str, str]:
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Returns the checksum of each tensor's bytes in 16 hex digits, computed on the tensor's device. Equal
     weights have equal checksums on devices of one kind. A difference goes unnoticed with a chance of 2^-64,
     unless it was constructed to."""
-    tensors = dict(weight_tensors(model))
     if next(iter(tensors.values())).device.type == "cpu":
         return {name: f"{xxhash.xxh3_64_intdigest(_bytes(tensor)):016x}" for name, tensor in tensors.items()}
     from shoal.kernels.copy.checksum import checksum

@@ -52,7 +52,7 @@ class KvPeers(StepPart):
                 ranks.runner.layer_events,
                 [[decode_address(address) for address in rank] for rank in exports],
                 config.block_size,
-                ranks.runner.model_config.num_layers,
+                len(ranks.runner.model_config.cached_layers),
                 options.kv_ip,
                 options.kv_port,
                 options.lease_s,

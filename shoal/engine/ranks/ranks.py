@@ -247,6 +247,8 @@ def serve_rank(
     files = resolve(
         resolved.model, resolved.revision, resolved.download_dir, overrides=resolved.hf_overrides
     ).overridden(resolved.hf_overrides)
+    if resolved.speculative is not None and resolved.speculative.model is not None:
+        files = files.with_head(resolved.speculative.model, resolved.download_dir)
     connect_sums(resolved, files, tp)
     return commands.bound_to(ModelRunner(resolved, files, tp, exports[rank] if exports else None))
 

@@ -89,7 +89,7 @@ def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
     if the ranks can't share the model's KV heads."""
     kinds: list[CacheKind | None] = []
     alone: dict[int, CacheSpec] = {}  # a cache of each layer
-    for i, kind in enumerate(model.layers):
+    for i, kind in enumerate(model.cached_layers):
         attention = kind.attention
         if attention is None or attention.kv_layer is not None:
             kinds.append(None)
@@ -119,8 +119,9 @@ def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
 def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> list[torch.Tensor]:
     """Returns the scales of an fp8 cache for each layer, float32 [2, kv heads of the model]: the
     checkpoint's, or 1. Raises CheckpointError."""
+    model = files.config
     found = None if config.load_format == "dummy" else kv_scales(files)
-    if found is not None:
-        return found
-    attentions = (kind.attention for kind in files.config.layers)
-    return [torch.ones((2, 0) if a is None else (a.planes, a.num_kv_heads)) for a in attentions]
+    attentions = [kind.attention for kind in (model.cached_layers if found is None else model.head_layers)]
+    return (found or []) + [
+        torch.ones((2, 0) if a is None else (a.planes, a.num_kv_heads)) for a in attentions
+    ]

@@ -116,7 +116,7 @@ class RankExporter:
     def __init__(self, model: Decoder) -> None:
         """Raises CheckpointError if the weights cannot be exported in any way."""
         named = dict(weight_tensors(model))
-        tensors, sums = _with_data(named.values()), checksums(model)
+        tensors, sums = _with_data(named.values()), checksums(named)
         ways, reasons = {}, []
         self._closes: list[Close] = []
         try:
@@ -190,7 +190,7 @@ def read_export(
         except ExportError as error:
             reasons.append(f"{way.name}: {error}")
             continue
-        found = checksums(model)
+        found = checksums(own)
         if wrong := [name for name, tensor in lent.items() if found[name] != tensor.checksum]:
             raise CheckpointError(
                 f"{len(wrong)} tensors changed while they were read from the other worker, the first is "

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.runner.rank_head import RankHead
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.whole_rows import WholeRowSampler
 from shoal.errors import ConfigError, UnavailableError
@@ -34,9 +35,16 @@ class RankMemory:
     """One rank's part in sleep, which engine/lifecycle/sleep.py commands."""
 
     def __init__(
-        self, regions: Regions, whole_rows: WholeRowSampler, states: StateRows, device: torch.device
+        self,
+        regions: Regions,
+        whole_rows: WholeRowSampler,
+        states: StateRows,
+        device: torch.device,
+        head: RankHead | None = None,
     ) -> None:
         self.regions, self.whole_rows, self.states, self.device = regions, whole_rows, states, device
+        self.head = head
+        self._head_is_lost = False
 
     def release(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying the memory of the tags in `kept` to the host. A tag
@@ -45,6 +53,7 @@ class RankMemory:
         copy to."""
         with not_now():
             report = self.regions.release(list(tags), list(kept))
+        self._head_is_lost |= "weights" in tags and "weights" not in kept
         if "kv_cache" in tags:
             self.whole_rows.forget()  # every sequence has released its row
         if self.device.type == "cuda":
@@ -56,6 +65,9 @@ class RankMemory:
         figures in bytes. Raises UnavailableError, with nothing changed, if there is not enough memory."""
         with not_now():
             report = self.regions.take(list(tags))
+        if self.head is not None and "weights" in tags and self._head_is_lost:
+            self.head.load()  # updates bring the target's weights alone
+            self._head_is_lost = False
         if "kv_cache" in tags:
             self.whole_rows.memory_is_new()
             self.states.memory_is_new()

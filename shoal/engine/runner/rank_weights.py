@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from shoal.engine.runner.rank_export import RankExporter, encode
+from shoal.engine.runner.rank_head import RankHead, weights_of
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
@@ -22,8 +23,10 @@ class RankWeights:
     """New weights are written into the memory of the old ones. Each way of loading raises CheckpointError for
     what does not fit the model, and returns when the device has them."""
 
-    def __init__(self, model: Decoder, tp: TensorParallel, device: torch.device) -> None:
-        self.model, self.tp, self.device = model, tp, device
+    def __init__(
+        self, model: Decoder, tp: TensorParallel, device: torch.device, head: RankHead | None = None
+    ) -> None:
+        self.model, self.tp, self.device, self.head = model, tp, device, head
         self.groups: dict[str, WeightsGroup] = {}  # the trainers' process groups that this rank is in
         self._exporter: RankExporter | None = None  # while other workers may read the weights
 
@@ -93,7 +96,7 @@ class RankWeights:
 
     def checksums(self) -> dict[str, str]:
         """A checksum of each of this rank's tensors, by its name in the model."""
-        return checksums(self.model)
+        return checksums(dict(weights_of(self.model, self.head)))
 
     def close(self) -> None:
         """Leaves all groups, and ends the export."""

@@ -25,6 +25,7 @@ from shoal.engine.runner.capture_sizes import mixed_shapes, most_captured_tokens
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import take_export
+from shoal.engine.runner.rank_head import build_head, weights_of
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
@@ -45,7 +46,6 @@ from shoal.models.decoder import Decoder
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles
-from shoal.weights.update import weight_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -93,22 +93,18 @@ class ModelRunner:
                 config,
                 self.device,
                 self.dtype,
-                [mixer_shape(a, tp.size) for kind in model.layers if (a := kind.attention) is not None],
+                [mixer_shape(a, tp.size) for kind in model.cached_layers if (a := kind.attention)],
                 # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self.regions.holding, "kv_cache"),
             )
             backend = next(iter(backends.values()))  # all of them are of one class
-            with self.regions.holding("weights"):
+            in_weights = partial(self.regions.holding, "weights")
+            with in_weights():
                 self.model = Decoder(
-                    model,
-                    tp,
-                    ops,
-                    backends,
-                    config.keep_quantized,
-                    config.quantizes_weights,
-                    partial(self.regions.holding, "weights"),
+                    model, tp, ops, backends, config.keep_quantized, config.quantizes_weights, in_weights
                 )
             self.model.allocate_ropes(self.max_model_len)
+            self.head = build_head(config, files, self.model, tp, ops, backends, in_weights)
         max_blocks = -(-self.max_model_len // plan.block_size)
         self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
         self.state = BatchState(self.layout, self.device)
@@ -143,8 +139,8 @@ class ModelRunner:
             self.states = StateRows(states, self.max_num_seqs, ops, self.device)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
-        self.cache = KvCache(plan, model.layers, scales, self.states.layers, self.device, is_shared)
-        self.layer_events = LayerEvents(model.num_layers, self.device)
+        self.cache = KvCache(plan, model.cached_layers, scales, self.states.layers, self.device, is_shared)
+        self.layer_events = LayerEvents(len(model.cached_layers), self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
             ops, tp, self.state, self.whole_rows, self.model.lm_head, processes_logprobs=processes_logprobs
@@ -164,12 +160,14 @@ class ModelRunner:
         )
         if peer_weights is None or not take_export(self.model, files, peer_weights, self.device, tp.rank):
             load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
+        if self.head is not None:
+            self.head.load()
         # On a CPU a region gets a function that returns its tensors; on a GPU it knows its content. It calls
         # the function whenever it needs them, because `allocate` makes another cache later.
-        self.regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
+        self.regions.adopt("weights", lambda: (tensor for _, tensor in weights_of(self.model, self.head)))
         self.regions.adopt("kv_cache", lambda: [self.cache.blocks, self.states.rows])
-        self.memory = RankMemory(self.regions, self.whole_rows, self.states, self.device)
-        self.weights = RankWeights(self.model, tp, self.device)
+        self.memory = RankMemory(self.regions, self.whole_rows, self.states, self.device, self.head)
+        self.weights = RankWeights(self.model, tp, self.device, self.head)
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
         self._peers: RankPeers | None = None
@@ -250,7 +248,16 @@ class ModelRunner:
 
     def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
-        del self.model, self.state, self.whole_rows, self.sampler, self.cache, self.steps, self.memory
+        del (
+            self.model,
+            self.head,
+            self.state,
+            self.whole_rows,
+            self.sampler,
+            self.cache,
+            self.steps,
+            self.memory,
+        )
         del self.states, self.weights, self._kv, self._peers
         gc.collect()
         self.regions.close()

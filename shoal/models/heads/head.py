@@ -22,7 +22,7 @@ from shoal.model_config import LayerKind
 
 
 class DraftHead(Protocol):
-    """It runs after `allocate_ropes`, as a Decoder does."""
+    """A module that runs after `allocate_ropes`, as a Decoder does."""
 
     kinds: tuple[LayerKind, ...]  # its layers
     # It reads the target's hidden states before these layers, side by side; none: the final ones.

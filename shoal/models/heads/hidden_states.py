@@ -13,13 +13,13 @@ from shoal.models.decoder import Decoder
 
 
 class HiddenStates:
-    """What the last step of `decoder` had before each of `layers`, side by side. They are of all tokens of
-    the step, as the last layer alone runs for selected ones."""
+    """The hidden states that the last step of `decoder` had before each of `layers`, side by side, for all
+    tokens of the step: the last layer alone runs for selected ones."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[int]) -> None:
         """It must be made before weights are loaded, as layers that run as one call can't be read."""
         self._width = len(layers) * decoder.config.hidden_size
-        self._states_TX = torch.empty(0, self._width)  # of the engine's device and dtype
+        self._states_TX = torch.empty(0, self._width)
         first = min(layers)
         wrapped = {
             i: _ReadLayer(

@@ -240,5 +240,5 @@ def test_a_head_is_found_by_its_folder(target, tmp_path):
     folder = write_head(tmp_path / "head", layer_config(target), tensors_of(target))
     assert resolve_head(str(folder)).folder == folder
     for wrong in (str(folder / "config.json"), "no such head"):
-        with pytest.raises(CheckpointError, match="no folder and no model of the hub"):
+        with pytest.raises(CheckpointError, match="must be a folder or a model of the hub"):
             resolve_head(wrong)

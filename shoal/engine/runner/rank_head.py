@@ -1,0 +1,83 @@
+"""`RankHead`: one rank's draft head: its module, the hidden states that it reads, and its weights, which lie
+in the target's region and stay when the target gets new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from shoal.attention.backend import Backends
+from shoal.config import ResolvedConfig
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.layers.parallel import TensorParallel
+from shoal.models.decoder import Decoder
+from shoal.models.heads.eagle3 import Eagle3Head
+from shoal.models.heads.hidden_states import HiddenStates
+from shoal.models.parallel import check_parallel
+from shoal.weights.heads import EMBEDDING, IDS, HeadFiles, load_head
+from shoal.weights.source import CheckpointFiles
+from shoal.weights.update import weight_tensors
+
+
+class RankHead:
+    """A head is built where its target is, under the engine's device and dtype, before the target's weights
+    are loaded."""
+
+    def __init__(
+        self,
+        files: HeadFiles,
+        target: Decoder,
+        tp: TensorParallel,
+        ops: Ops,
+        backends: Backends,
+        holding: Callable[[], AbstractContextManager[None]],
+        max_position: int,
+        dummy: bool,
+    ) -> None:
+        """`holding`: the weights' region. `max_position`: the engine's longest sequence. Raises
+        CheckpointError, and ConfigError if the head can't be divided over the ranks."""
+        check_parallel(files.config.decoder, tp.size)
+        self.files, self.dummy = files, dummy
+        self.first_layer = target.config.num_layers  # of its caches among all of a cache's
+        names = files.names
+        embedding = None if EMBEDDING in names else target.embed_tokens
+        with holding():
+            self.module = Eagle3Head(
+                files.config, target.config, tp, ops, backends, embedding, has_ids=IDS in names
+            )
+        self.module.allocate_ropes(max_position)
+        self.states = HiddenStates(target, self.module.state_layers)
+
+    def load(self) -> None:
+        """Fills the weights, at the start and after a sleep that dropped them."""
+        load_head(self.module, self.files, dummy=self.dummy)
+
+    def caches_of(self, layers: Sequence[LayerCache]) -> Sequence[LayerCache]:
+        """Its caches, among a cache's for all layers."""
+        return layers[self.first_layer :]
+
+
+def build_head(
+    config: ResolvedConfig,
+    files: CheckpointFiles,
+    target: Decoder,
+    tp: TensorParallel,
+    ops: Ops,
+    backends: Backends,
+    holding: Callable[[], AbstractContextManager[None]],
+) -> RankHead | None:
+    """Returns the head that comes with the target's files. None: they have none."""
+    if files.head is None:
+        return None
+    dummy = config.load_format == "dummy"
+    return RankHead(files.head, target, tp, ops, backends, holding, config.max_model_len, dummy)
+
+
+def weights_of(target: Decoder, head: RankHead | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields all tensors that hold weights, the head's under names that no tensor of the target has."""
+    yield from weight_tensors(target)
+    if head is not None:
+        yield from ((f"head.{name}", tensor) for name, tensor in weight_tensors(head.module))
