@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.runner.rank_head import RankHead
+from shoal.engine.drafting.rank_head import RankHead
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.whole_rows import WholeRowSampler
 from shoal.errors import ConfigError, UnavailableError

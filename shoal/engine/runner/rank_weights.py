@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from shoal.engine.drafting.rank_head import RankHead, weights_of
 from shoal.engine.runner.rank_export import RankExporter, encode
-from shoal.engine.runner.rank_head import RankHead, weights_of
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder

@@ -17,6 +17,7 @@ import torch
 
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
+from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
 from shoal.engine.runner.batch_state import BatchState
@@ -25,7 +26,6 @@ from shoal.engine.runner.capture_sizes import mixed_shapes, most_captured_tokens
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import take_export
-from shoal.engine.runner.rank_head import build_head, weights_of
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers

@@ -17,7 +17,7 @@ class HiddenStates:
     tokens of the step: the last layer alone runs for selected ones."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[int]) -> None:
-        """It must be made before weights are loaded, as layers that run as one call can't be read."""
+        """To be made before weights are loaded, as layers that run as one call can't be read."""
         self._width = len(layers) * decoder.config.hidden_size
         self._states_TX = torch.empty(0, self._width)
         first = min(layers)

@@ -41,7 +41,7 @@ class RankHead:
         CheckpointError, and ConfigError if the head can't be divided over the ranks."""
         check_parallel(files.config.decoder, tp.size)
         self.files, self.dummy = files, dummy
-        self.first_layer = target.config.num_layers  # of its caches among all of a cache's
+        self.first_layer = target.config.num_layers  # its caches follow the target's
         names = files.names
         embedding = None if EMBEDDING in names else target.embed_tokens
         with holding():
