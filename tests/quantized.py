@@ -35,6 +35,7 @@ SIZES = dict(
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
 BY_INPUTS = ("awq", "gptq", "gptq-act-order")
+STATIC = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
 TOKEN = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 # compressed-tensors' name of a format, how weights are quantized, and how activations are
 SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
@@ -60,12 +61,13 @@ SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
     ),
     "fp8-channel": ("float-quantized", FP8 | dict(strategy="channel"), TOKEN),
     "fp8-tensor": ("float-quantized", FP8 | dict(strategy="tensor"), TOKEN),
+    "fp8-static": ("float-quantized", FP8 | dict(strategy="tensor"), STATIC),
 }
 
 
 def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     """The tensors of one matrix, by suffix, and what compressed-tensors unpacks from them."""
-    format, weights, _ = SCHEMES[kind]
+    format, weights, inputs = SCHEMES[kind]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     args = scheme.weights
     size = args.group_size if args.strategy == "group" else weight.shape[1]
@@ -79,6 +81,8 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     compressor = BaseCompressor.load_from_registry(format)
     stored = compressor.compress(state, scheme)
     stored = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
+    if inputs is STATIC:
+        stored["input_scale"] = torch.tensor([0.01])
     return stored, compressor.decompress(stored, scheme)["weight"]
 
 
@@ -91,6 +95,14 @@ def blocks_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     of_each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:outs, :inputs]
     data = (weight / of_each).to(torch.float8_e4m3fn)
     return {"weight": data, "weight_scale_inv": scales}, data.float() * of_each
+
+
+def whole_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As Mistral stores a matrix: with a scale for all of it, and one for its input."""
+    scale = weight.abs().amax() / 448
+    data = (weight / scale).to(torch.float8_e4m3fn)
+    stored = {"weight": data, "weight_scale_inv": scale, "activation_scale": torch.tensor(0.01)}
+    return stored, data.float() * scale
 
 
 def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -123,12 +135,17 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
 
 
+BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8}
+
+
 def config_of(kind: str) -> dict:
     """The quantization_config of a checkpoint."""
     if kind == "awq":
         return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
     if kind in BY_INPUTS:
         return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
+    if kind == "fp8-whole":
+        return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":
         return dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
     format, weights, activations = SCHEMES[kind]
@@ -147,8 +164,8 @@ def write(
     """Writes a tiny qwen3, or a model of `config`, whose layers' matrices are quantized. Returns the whole
     state dict, unpacked."""
     quantize = partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
-    if kind == "fp8-blocks":
-        quantize = blocks_of_fp8
+    if kind in BY_BLOCKS:
+        quantize = BY_BLOCKS[kind]
     torch.manual_seed(3)
     config = config or transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -163,7 +180,7 @@ def write(
     tiny.write_tokenizer(folder)
     stored, unpacked = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        if "_proj." not in name:
+        if not name.endswith("_proj.weight"):
             stored[name] = unpacked[name] = weight
             continue
         parts, unpacked[name] = quantize(weight)

@@ -55,8 +55,8 @@ def safetensors_tensors(
     for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
             stored = {full_name(name): name for name in file.keys()}  # noqa: SIM118  the file is not a dict
-            for name in tensors:
-                yield name, file.get_tensor(stored[name])
+            for name, header in tensors.items():
+                yield name, file.get_tensor(stored[name]).view(header.shape)
 
 
 def full_name(name: str) -> str:
@@ -228,12 +228,14 @@ def _parse_span(offsets: Any, where: str) -> tuple[int, int]:
 
 
 def _parse_tensor(fields: Mapping[str, Any], where: str, dtypes: Mapping[str, int]) -> TensorHeader:
-    """Parses one entry of a header but for the tensor's place in the data."""
+    """Parses one entry of a header but for the tensor's place in the data. A number without an axis, as some
+    scales are, has one of length 1 from here on."""
     dtype, shape = fields.get("dtype"), fields.get("shape")
     if not isinstance(dtype, str) or dtype not in dtypes:
         raise CheckpointError(
             f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(dtypes)}"
         )
+    shape = [1] if shape == [] else shape
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
         raise CheckpointError(
             f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers"

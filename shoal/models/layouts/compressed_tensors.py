@@ -1,6 +1,7 @@
 """compressed-tensors, the format of llm-compressor and vLLM, in three layouts: `pack-quantized`, 4 bits with
 eight inputs in an int32, `float-quantized`, fp8 with a scale for each output, matrix or block, and
-`mxfp4-pack-quantized`, e2m1 with two inputs in a byte and a power of two for each 32."""
+`mxfp4-pack-quantized`, e2m1 with two inputs in a byte and a power of two for each 32. Static scales of
+activations in fp8 are not used: activations are scaled token by token."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
         if not isinstance(activations, dict):
             raise CheckpointError(f"{own.where}: input_activations {activations!r:.80} is not an object")
         inputs = ConfigFields(activations, f"{own.where}: input_activations")
-        choice(inputs, "dynamic", (True,))
+        if choice(inputs, "dynamic", (True, False) if format == FP8 else (True,)) is False:
+            choice(inputs, "strategy", ("tensor",))
         choice(inputs, "type", ("float",))
         choice(inputs, "num_bits", (8,))
     return ConfigFields(schemes[0], f"{fields.where}: weights")
@@ -121,9 +123,16 @@ def read_fp8(fields: ConfigFields) -> Quantization | None:
     choice(weights, "type", ("float",))
     choice(weights, "symmetric", (None, True))
     strategy = choice(weights, "strategy", ("channel", "tensor", "block"))
+    inputs = [group.get("input_activations") or {} for group in fields.get("config_groups").values()]
+    is_static = {own.get("dynamic") is False for own in inputs}
+    if len(is_static) > 1:
+        raise CheckpointError(
+            f"{fields.where}: config_groups must all scale activations in one way, got {inputs!r:.200}"
+        )
+    block = (1 if strategy == "channel" else 0, 0)
     if strategy == "block":
-        return Quantization(FP8, 8, block_sizes(weights, "block_structure"))
-    return Quantization(FP8, 8, (1 if strategy == "channel" else 0, 0))
+        block = block_sizes(weights, "block_structure")
+    return Quantization(FP8, 8, block, input_scales=is_static.pop())
 
 
 def block_sizes(fields: ConfigFields, key: str) -> tuple[int, int]:
@@ -142,7 +151,10 @@ def fp8_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str,
     tall, wide = quantization.block[0] or outs, quantization.block[1] or inputs
     blocks = (-(-outs // tall), -(-inputs // wide))
     scales = (1,) if quantization.block == (0, 0) else blocks
-    return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": Stored(scales, HALVES)}
+    stored = {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": Stored(scales, HALVES)}
+    if quantization.input_scales:
+        stored["input_scale"] = Stored((1,), HALVES)
+    return stored
 
 
 def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:

@@ -1,4 +1,6 @@
-"""fp8 as Qwen and DeepSeek publish it: a scale for each block of 128 x 128 weights."""
+"""fp8 as Qwen and DeepSeek publish it, with a scale for each block of 128 x 128 weights, and as Mistral
+does, with one for the matrix and one for its input. The latter is not used: activations are scaled token by
+token, which is closer to the unpacked weights."""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
-from shoal.models.layouts.compressed_tensors import block_sizes, fp8_shape, fp8_zeros
-from shoal.models.layouts.layout import HALVES, Layout, Stored, choice
+from shoal.models.layouts.compressed_tensors import block_sizes, fp8_shape, fp8_tensors, fp8_zeros
+from shoal.models.layouts.layout import Layout, Stored, choice
 
 if TYPE_CHECKING:
     import torch
@@ -18,17 +20,18 @@ if TYPE_CHECKING:
 
 def read(fields: ConfigFields) -> Quantization:
     choice(fields, "fmt", (None, "e4m3"))
+    choice(fields, "scale_fmt", (None, "float", "ue8m0"))
+    if fields.get("weight_block_size") is None and fields.get("activation_scheme") is not None:
+        scheme = choice(fields, "activation_scheme", ("dynamic", "static"))
+        return Quantization("fp8-blocks", 8, (0, 0), input_scales=scheme == "static")
     choice(fields, "activation_scheme", (None, "dynamic"))
-    choice(fields, "scale_fmt", (None, "float"))
     return Quantization("fp8-blocks", 8, block_sizes(fields, "weight_block_size"))
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    tall, wide = quantization.block
-    return {
-        "weight": Stored((outs, inputs), ("F8_E4M3",)),
-        "weight_scale_inv": Stored((-(-outs // tall), -(-inputs // wide)), HALVES),
-    }
+    stored = fp8_tensors(outs, inputs, quantization)
+    names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    return {names[suffix]: tensor for suffix, tensor in stored.items()}
 
 
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:

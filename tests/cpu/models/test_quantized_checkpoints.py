@@ -44,9 +44,10 @@ from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.summary import summarize
 from shoal.weights.update import packing_difference
-from tests import quantized
+from tests import quantized, tiny
+from tests.tiny_families import make_config
 
-KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
+KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, *quantized.BY_BLOCKS]
 PROMPT = list(range(40, 80))
 # Matrices packed by GPTQModel 7.7.0's own code, and what it unpacks from them in float16.
 GPTQMODEL = load_file(Path(__file__).parents[1] / "data/gptqmodel.safetensors")
@@ -287,6 +288,44 @@ def test_new_weights_lie_where_the_old_ones_lay():
     fp8 = Fp8Tensor.of(torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(1), (0, 0))
     before = cpu_fp8.pack([fp8])
     assert cpu_fp8.pack([fp8], before).tensor.data.data_ptr() == before.tensor.data.data_ptr()
+
+
+# Families of 2025 and 2026
+
+WIDE = dict(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+LATENT = dict(
+    q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, head_dim=64
+)
+FAMILIES = {
+    "glm4-moe": WIDE | dict(moe_intermediate_size=128),
+    "deepseek-v3": WIDE | LATENT | dict(num_key_value_heads=4, moe_intermediate_size=128),
+    "gemma3": WIDE | dict(num_hidden_layers=2),
+    "gemma4-shared": WIDE | dict(global_head_dim=128, hidden_size_per_layer_input=128),
+    "gemma4-experts": WIDE | dict(global_head_dim=128, moe_intermediate_size=128),
+    "ministral3": WIDE,
+}
+
+
+@pytest.mark.parametrize("kind", ["int4", "gptq", "awq", "fp8-blocks", "fp8-channel", "fp8-whole"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path):
+    """4 bits are unpacked here, as their rounded activations may choose other experts."""
+    unpacked = quantized.write(tmp_path / "packed", kind, make_config(name, **FAMILIES[name]))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(unpacked, plain / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((tmp_path / "packed/config.json").read_text())
+    del written["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(written))
+    dtype = "auto" if kind.startswith("fp8") else "float32"
+    options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(str(tmp_path / "packed"), **options) as llm:
+        output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+    expected = tiny.logprobs(plain, PROMPT)
+    for i, position in enumerate(output.prompt_logprobs[1:]):
+        for token, found in position.items():
+            assert abs(found.logprob - expected[i, token].item()) < 1e-3
 
 
 # Bad input
