@@ -604,8 +604,53 @@ FAMILIES["qwen3.5-moe"] = (
     dict(text_config=dict(DELTA, **SHARED, rope_parameters=MROPE), vision_config=QWEN_VISION),
     stacked_experts,
 )
+MAMBA = dict(
+    num_hidden_layers=4,
+    layer_types=["mamba", "attention", "mamba", "mamba"],
+    mamba_n_heads=8,
+    mamba_d_head=12,
+    mamba_d_state=8,
+    mamba_n_groups=2,
+    mamba_chunk_size=16,
+    shared_intermediate_size=64,
+)
+
+
+def old_layer_types(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Granite 4's words for its layers."""
+    names = {LINEAR: "mamba", FULL: "attention"}
+    config["layer_types"] = [names[kind] for kind in config["layer_types"]]
+    config["time_step_limit"] = [0.0, float("inf")]
+
+
+FAMILIES["granite4-mamba"] = (
+    "GraniteMoeHybridConfig",
+    dict(GRANITE, **MAMBA, num_local_experts=0, position_embedding_type="rope"),
+    None,
+)
+FAMILIES["granite4-experts"] = (
+    "GraniteMoeHybridConfig",
+    dict(GRANITE, **MAMBA | dict(mamba_n_groups=1), num_local_experts=6, intermediate_size=32),
+    old_layer_types,
+)
+LFM2 = dict(num_hidden_layers=4, layer_types=["conv", FULL, "conv", "conv"], norm_eps=1e-5)
+FAMILIES["lfm2"] = ("Lfm2Config", dict(**LFM2, block_multiple_of=32, tie_word_embeddings=True), None)
+FAMILIES["lfm2-moe"] = (
+    "Lfm2MoeConfig",
+    dict(**LFM2, **EXPERTS, num_dense_layers=1, use_expert_bias=True, conv_L_cache=4),
+    None,
+)
 # Models with recurrent layers: a prefix is found where a state was kept alone.
-RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-vision", "qwen3.5-moe")
+RECURRENT = (
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-vision",
+    "qwen3.5-moe",
+    "granite4-mamba",
+    "granite4-experts",
+    "lfm2",
+    "lfm2-moe",
+)
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}
 
@@ -641,6 +686,10 @@ def widen(model: torch.nn.Module) -> None:
             weight.normal_(0, 2.0)
         elif key.endswith(("correction_bias", "expert_bias")):
             weight.uniform_(-0.3, 0.3)
+        elif key.endswith(".D"):
+            weight.uniform_(0.6, 1.4)
+        elif key.endswith("dt_bias"):
+            weight.uniform_(-1.0, 1.0)
         elif key.endswith(("layer_scalar", "per_expert_scale", "router.scale")):
             weight.uniform_(0.6, 1.4)
         elif key.endswith("bias"):

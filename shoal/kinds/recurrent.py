@@ -37,7 +37,7 @@ class DeltaKind:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Kind:
-    """Mamba-2. Heads of a group share B and C."""
+    """Mamba-2. Heads of a group share B and C, and their results are normed together."""
 
     num_heads: int
     head_dim: int
@@ -49,7 +49,6 @@ class Mamba2Kind:
     # dt, after its softplus, is kept within them
     least_dt: float = 0.0
     most_dt: float = float("inf")
-    norm_groups: int = 1  # the parts of the inner size that are normed by themselves
     dtype: str = "float32"  # that the checkpoint's config asks for its states, by torch's name
 
     @property

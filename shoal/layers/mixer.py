@@ -7,12 +7,14 @@ from torch import nn
 from shoal.attention.backend import AttentionShape, Backends
 from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
-from shoal.kinds.recurrent import DeltaKind
+from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.attention import Attention, attention_shape
 from shoal.layers.delta_net import DeltaNet
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.latent import LatentAttention, latent_shape
+from shoal.layers.mamba2 import Mamba2
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.short_conv import ShortConv
 from shoal.model_config import AttentionKind, MixerKind, ModelConfig
 
 
@@ -26,8 +28,11 @@ def build_mixer(
 ) -> nn.Module:
     if isinstance(kind, DeltaKind):
         return DeltaNet(config, kind, tp, ops)
+    if isinstance(kind, Mamba2Kind):
+        return Mamba2(config, kind, tp, ops)
+    if isinstance(kind, ShortConvKind):
+        return ShortConv(config, kind, tp, ops)
     if isinstance(kind, LatentKind):
         return LatentAttention(config, kind, tp, ops, backends)
-    assert isinstance(kind, AttentionKind)
     attention = Attention if kind.gate is None else GatedAttention
     return attention(config, kind, tp, ops, backends)

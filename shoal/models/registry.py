@@ -9,7 +9,6 @@ from shoal.models.families import (
     gemma4,
     glm,
     granite,
-    granite_hybrid,
     granite_swa,
     hunyuan,
     llama,
@@ -25,7 +24,7 @@ from shoal.models.families import (
     smollm3,
     youtu,
 )
-from shoal.models.hybrids import qwen3_5, qwen3_next
+from shoal.models.hybrids import granite_hybrid, lfm2, qwen3_5, qwen3_next
 from shoal.models.mixtures import (
     deepseek_v2,
     deepseek_v3,
@@ -71,7 +70,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     granite_swa.ARCHITECTURE,
     seed_oss.ARCHITECTURE,
     phi3.ARCHITECTURE,
-    granite_hybrid.ARCHITECTURE,
+    granite_hybrid.SPARSE,
+    granite_hybrid.DENSE,
     hunyuan.ARCHITECTURE,
     ernie4_5.ARCHITECTURE,
     muse_glimmer.ARCHITECTURE,
@@ -86,6 +86,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_next.ARCHITECTURE,
     qwen3_5.DENSE,
     qwen3_5.SPARSE,
+    lfm2.DENSE,
+    lfm2.SPARSE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

@@ -33,6 +33,13 @@ TEXT_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 OTHER_PART = re.compile(
     r"(?:model\.)?(?:vision|visual|image|audio|embed_vision|embed_audio|multi_modal|mm_|patch_merger|mtp[._])"
 )
+# Prefixes of some families -> what other families have.
+PREFIXES = {
+    "model.embedding_norm.": "model.norm.",
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+}
 COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
@@ -67,6 +74,9 @@ def full_name(name: str) -> str:
     own = name if text is None else name[text.end() :]
     if own.startswith("lm_head."):
         return own
+    for prefix, usual in PREFIXES.items():
+        if own.startswith(prefix):
+            return usual + own.removeprefix(prefix)
     is_below = text is not None or own.startswith(("embed_tokens.", "layers.", "norm."))
     return f"model.{own}" if is_below else own
 

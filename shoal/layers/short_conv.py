@@ -1,0 +1,68 @@
+"""ShortConv: a gated short convolution in the place of attention (LFM2). One matmul makes b, c and x of the
+norm of the residual; b * x goes through a causal convolution, and the result times c into the output
+matmul."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerState
+from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.sequences import Sequences
+from shoal.kinds.recurrent import ShortConvKind
+from shoal.layers.conv import ConvWeights
+from shoal.layers.linear import Linear
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import ModelConfig
+
+
+class ShortConv(nn.Module):
+    """Shapes: T tokens, D hidden, C channels on this rank."""
+
+    def __init__(self, config: ModelConfig, kind: ShortConvKind, tp: TensorParallel, ops: Ops) -> None:
+        super().__init__()
+        self.ops, size = ops, kind.size
+        self.in_proj = Linear(
+            config.hidden_size,
+            {"in_proj_b": size, "in_proj_c": size, "in_proj_x": size},
+            tp,
+            ops,
+            split="columns",
+            bias=kind.bias,
+        )
+        self.conv = ConvWeights((size,), kind.conv_width, tp, kind.bias)
+        self.out_proj = Linear(
+            size,
+            {"out_proj": config.hidden_size},
+            tp,
+            ops,
+            split="rows",
+            bias=kind.bias,
+            multiplier=config.residual_multiplier,
+        )
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        norm: RMSNorm,
+        step: StepInput,
+        memory: LayerState,
+        cos_sin: torch.Tensor | None,
+        select_S: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what Attention.forward does; `memory` is the layer's state."""
+        bcx, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
+        b_TC, c_TC, x_TC = bcx.chunk(3, dim=1)
+        sequences = Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)
+        mixed_TC = self.ops.causal_conv(
+            b_TC * x_TC, self.conv.weight_CW, self.conv.bias_C, False, memory.conv_RCW, sequences
+        )
+        if select_S is not None:
+            if len(select_S) == 0:
+                return None, residual[:0]
+            mixed_TC, c_TC, residual = mixed_TC[select_S], c_TC[select_S], residual[select_S]
+        return self.out_proj.add_to(mixed_TC * c_TC, residual), residual

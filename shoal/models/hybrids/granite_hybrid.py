@@ -1,0 +1,82 @@
+"""Granite 4: Granite 3 with Mamba-2 in the place of attention in most layers or in none, with and without
+experts, and without rope unless the config asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.checkpoint_names import Stack, Stored
+from shoal.models.config_experts import with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_layers import LINEAR
+from shoal.models.config_recurrent import granite_mamba_layer, parts_of_mamba
+from shoal.models.families import granite
+from shoal.models.hybrids.qwen3_next import hybrid_layer
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    config = granite.read(config, fields)
+    if fields.get("position_embedding_type") != "rope":
+        config = config.with_attention(rope=None)
+    shared, num_experts = fields.count("shared_intermediate_size"), fields.count("num_experts", least=0)
+    if not num_experts:
+        return replace(config, intermediate_size=shared)
+    experts = ExpertsKind(
+        num_experts,
+        config.intermediate_size,
+        Router(fields.count("num_experts_per_tok"), scores="chosen"),
+        shared=SharedExpert(shared),
+    )
+    return with_experts(replace(config, architecture=SPARSE.name), fields, experts)
+
+
+TENSORS: dict[str, Stored] = {
+    "mamba.in_proj": Stack(
+        tuple(f"mamba.in_proj_{part}" for part in ("z", "x", "b", "c", "dt")), runs=parts_of_mamba
+    )
+}
+DENSE = Architecture(
+    name="granitemoehybrid",
+    hf_class="GraniteMoeHybridForCausalLM",
+    defaults={
+        **granite.ARCHITECTURE.defaults,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "intermediate_size": 11008,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
+    read=read,
+    layer_types=lambda fields, num_layers: (LINEAR,) * num_layers,
+    other_layers={LINEAR: granite_mamba_layer},
+    renamed={"num_local_experts": "num_experts", "layers_block_type": "layer_types"},
+    tensors={
+        **TENSORS,
+        "shared_mlp.input_linear": Stack(("mlp.gate_proj", "mlp.up_proj")),
+        "shared_mlp.output_linear": "mlp.down_proj",
+    },
+    layer_class=hybrid_layer,
+)
+# The same class of checkpoints, whose tensors have other places in a layer with experts.
+SPARSE = replace(
+    DENSE,
+    name="granitemoehybrid_experts",
+    tensors={
+        **TENSORS,
+        "block_sparse_moe.router.layer": "mlp.gate",
+        "block_sparse_moe.input_linear": Stack(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
+        "block_sparse_moe.output_linear": Stack(("mlp.experts.{}.down_proj",)),
+        "shared_mlp.input_linear": Stack(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
+        "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+    },
+)
