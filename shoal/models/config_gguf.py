@@ -85,6 +85,7 @@ def config_from_gguf(
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": _gguf_rope(values, longrope, where),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }

@@ -39,7 +39,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.(\w+)")
+LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+)")
 Matrix = torch.Tensor | GGUFTensor | Mxfp4Tensor  # or a vector
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 

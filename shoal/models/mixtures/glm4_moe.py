@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS, without_draft_layers
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -41,4 +42,10 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     renamed={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    gguf=GGUFNames(
+        "glm4moe",
+        tensors={**EXPERT_TENSORS, "post_attention_norm": "post_attention_layernorm"},
+        keys=EXPERT_KEYS,
+        derived=without_draft_layers,
+    ),
 )
