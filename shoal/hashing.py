@@ -79,6 +79,13 @@ def group_key(key: bytes, group: int) -> bytes:
     return key if group == 0 else key[:-1] + bytes((key[-1] ^ group,))
 
 
+def part_key(key: bytes, part: int) -> bytes:
+    """Returns the key of a part of a snapshot of states, which was taken at the end of the chain's block with
+    this key (kv/snapshots.py)."""
+    number = int.from_bytes(key[-3:-1], "big") ^ (part + 1)
+    return key[:-3] + number.to_bytes(2, "big") + bytes((key[-1] ^ 0xFF,))
+
+
 def common_length(a: list[int], b: list[int]) -> int:
     """Returns the length of the common prefix of two lists."""
     start, length, end = 0, 16, min(len(a), len(b))

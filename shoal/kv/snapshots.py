@@ -22,7 +22,7 @@ class StateSnapshot:
         self.blocks = blocks
         self.key = b""  # until it is registered
         self.is_used = False  # by another sequence than the one that took it, or after this one's end
-        self.num_pins = 0  # restores that are not planned yet
+        self.num_pins = 0  # restores that are not planned yet, fetches, and copies to lower tiers
         self.used_at = 0  # on the pool's clock, `num_freed`
 
 
@@ -39,7 +39,7 @@ class Snapshots:
         self._source = pool if self.is_shared else BlockPool(beside, enable_caching=False)
         self._offset = 0 if self.is_shared else pool.num_blocks
         self._found: OrderedDict[bytes, StateSnapshot] = OrderedDict()  # by last use, the oldest first
-        # taken and not registered yet, or forgotten while a restore is not planned yet
+        # taken and not registered yet, or forgotten while pinned
         self._others: set[StateSnapshot] = set()
         self._spares: list[list[int]] = []  # blocks of dropped snapshots
         self._num_pinned = 0  # findable ones with a pin
@@ -97,6 +97,7 @@ class Snapshots:
         """Makes a new snapshot findable. There is no other with this key."""
         assert key not in self._found and snapshot in self._others
         self._others.remove(snapshot)
+        self._num_pinned += snapshot.num_pins > 0
         snapshot.key, self._found[key] = key, snapshot
         snapshot.used_at = self._pool.num_freed
 
@@ -111,11 +112,12 @@ class Snapshots:
         snapshot.used_at = self._pool.num_freed
 
     def pin(self, snapshot: StateSnapshot) -> None:
-        """Keeps a findable snapshot from eviction until `unpin`."""
+        """Keeps a snapshot from eviction until `unpin`."""
         snapshot.num_pins += 1
-        self._num_pinned += snapshot.num_pins == 1
+        self._num_pinned += snapshot.num_pins == 1 and snapshot not in self._others
 
     def unpin(self, snapshot: StateSnapshot) -> None:
+        """Ends a pin. A snapshot that is not findable goes with its last one."""
         snapshot.num_pins -= 1
         if snapshot.num_pins == 0:
             if snapshot in self._others:
@@ -162,8 +164,8 @@ class Snapshots:
                 yield snapshot.blocks
 
     def check(self, pinned: list[StateSnapshot], new: list[StateSnapshot]) -> None:
-        """`pinned`: the snapshot of each restore that is not planned yet; `new`: those that were taken and
-        not registered. Raises AssertionError."""
+        """`pinned`: the snapshot of each pin; `new`: those that were taken and not registered. Raises
+        AssertionError."""
         for key, snapshot in self._found.items():
             assert snapshot.key == key and self._pool.find(key) is not None, "a snapshot without its KV"
         everything = [*self._found.values(), *self._others]

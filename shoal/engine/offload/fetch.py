@@ -186,7 +186,9 @@ class Fetcher:
         ledger, of_fetch = self.ledger, job.fetch.blocks
         job.num_copies += 1
         into = [of_fetch[i] for i in blocks]
-        ticket = ledger.transfers.copy_in(host_blocks, into, ledger.in_use(into), job.behind)
+        # A step in flight may still write a snapshot there that was dropped.
+        wait = ledger.in_use(into) or job.fetch.snapshot is not None
+        ticket = ledger.transfers.copy_in(host_blocks, into, wait, job.behind)
         ledger.track(ticket, host_blocks, partial(self._was_copied_in, job, tier, blocks, host_blocks))
 
     def _was_copied_in(

@@ -30,8 +30,11 @@ from shoal.engine.offload.writer import Writer
 from shoal.engine.scheduling import sequence
 from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.state_blocks import StateBlocks
+from shoal.hashing import part_key
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import Place, key_of
+from shoal.kv.snapshots import StateSnapshot
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.eviction import FrequencySketch
 from shoal.kv.tiers.host import HostTier
@@ -116,6 +119,8 @@ class Offloader:
         self._must_wait_for = 0
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
+        # The snapshots that are being copied out, by the keys of their last parts
+        self._last_parts: dict[bytes, StateSnapshot] = {}
         self._flushing = False  # blocks that are copied out are written at once
         self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
         self._allowed_at = clock()  # when the allowance last grew
@@ -266,6 +271,8 @@ class Offloader:
 
     def offload(self, idle: bool = False) -> None:
         """Begins copies out, as far as host blocks and bandwidth allow. `idle`: no step will follow soon."""
+        if isinstance(self.scheduler.blocks, StateBlocks):
+            self._offload_snapshots(self.scheduler.blocks)
         if not self._is_due(idle):
             return
         if self.policy.on_registration:
@@ -348,6 +355,23 @@ class Offloader:
         )
 
     # Inside
+
+    def _offload_snapshots(self, blocks: StateBlocks) -> None:
+        """Begins copies of the snapshots that sequences have left behind. They are pinned until these end."""
+        waiting, size = blocks.left_behind, blocks.snapshots.size
+        while waiting:
+            snapshot = waiting[0]
+            keys = [part_key(snapshot.key, part) for part in range(size)]
+            is_there = blocks.snapshots.find(snapshot.key) is snapshot and snapshot not in blocks.leaving
+            if is_there and not all(map(self._is_in_host_tier, keys)):
+                if self._room() < min(size, self.policy.max_leaving) or self._allowed() < size:
+                    return
+                blocks.snapshots.pin(snapshot)
+                blocks.leaving.append(snapshot)
+                self._last_parts[keys[-1]] = snapshot
+                metas = [BlockMeta(key, None, (), group=len(blocks.groups)) for key in keys]
+                self._copy_out(snapshot.blocks, metas)
+            waiting.popleft()
 
     def _is_due(self, idle: bool) -> bool:
         """True if it is time to look for blocks to copy out. A scan of many blocks takes longer than a step
@@ -463,7 +487,7 @@ class Offloader:
             host_blocks = self.host.take(len(some))
             assert host_blocks is not None
             # a step in flight may still write blocks that are new; cold ones are free
-            wait = policy.on_registration or ledger.in_use(some)
+            wait = policy.on_registration or bool(self._last_parts) or ledger.in_use(some)
             ticket = self.transfers.copy_out(some, host_blocks, wait)
             self._leaving.update((meta.key, ticket) for meta in some_metas)
             then = partial(self._was_copied_out, some_metas, host_blocks, ledger.epoch)
@@ -473,6 +497,10 @@ class Offloader:
     def _was_copied_out(self, metas: list[BlockMeta], host_blocks: list[int], epoch: int, done: Done) -> None:
         for meta in metas:
             del self._leaving[meta.key]
+            snapshot = self._last_parts.pop(meta.key, None)  # Copies end in the order of their tickets.
+            if snapshot is not None and isinstance(self.scheduler.blocks, StateBlocks):
+                self.scheduler.blocks.leaving.remove(snapshot)
+                self.scheduler.blocks.snapshots.unpin(snapshot)
         stats = self.stats[HOST]
         if done.seconds:
             self.costs.store[HOST].add(done.seconds, len(metas))

@@ -15,6 +15,7 @@ from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import keys_with_tail
 from shoal.kv.blocks import BlockPool
 from shoal.kv.places import Place
+from shoal.kv.snapshots import StateSnapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,8 @@ class Fetch:
     num_asked: int  # sources that have been asked; the ones after these are asked for the blocks after these
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
     needs_all: bool = False  # blocks of several tables are of use only together
+    # with recurrent layers: the one at the end, whose blocks are the last if it is on its way
+    snapshot: StateSnapshot | None = None
 
     def brings_enough(self, keys: list[bytes], index: int, end: int) -> bool:
         """Returns whether at least half of the fetch's blocks are of use to a sequence with these keys, which

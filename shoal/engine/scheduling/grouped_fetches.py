@@ -49,10 +49,15 @@ class GroupedFetches(Fetches):
             missing = [place for place in needed if place.number >= len(tables[place.group])]
             found = [key for place, key in needed.items() if place.number < len(tables[place.group])]
             keys = [needed[place] for place in missing]
-            if not missing or source.lookup([*found, *keys], len(found), end - computed) < len(missing):
+            keys += self._more_keys(seq, end)
+            if not keys or source.lookup([*found, *keys], len(found), end - computed) < len(keys):
                 continue
             num_found = [len(table) for table in tables]
+            more = self._take_more(seq, end, tables, len(keys) - len(missing))
+            if more is None:
+                continue
             if not self._take_again(seq, tables, end):
+                self._give_more_back()
                 continue
             seq.num_computed = end  # when the blocks have arrived; if they do not, the sequence starts again
             self._add(
@@ -62,9 +67,9 @@ class GroupedFetches(Fetches):
                     start,
                     end,
                     seq.keys[start : end // size],
-                    missing,
+                    [*missing, *(Place(len(groups), part) for part in range(len(more)))],
                     keys,
-                    [seq.tables[place.group][place.number] for place in missing],
+                    [*(seq.tables[place.group][place.number] for place in missing), *more],
                     self._blocks_of(seq),
                     [block for table, num in zip(seq.tables, num_found) for block in table[num:]],
                     i,
@@ -73,6 +78,21 @@ class GroupedFetches(Fetches):
             )
             return True
         return False
+
+    def _more_keys(self, seq: Sequence, end: int) -> list[bytes]:
+        """Returns the keys of the blocks that the device lacks and that the sequence needs, in addition to
+        the tables' blocks, to continue after `end` tokens."""
+        return []
+
+    def _take_more(
+        self, seq: Sequence, end: int, tables: list[list[int]], num_blocks: int
+    ) -> list[int] | None:
+        """Returns blocks for them, of which `num_blocks` are lacking; None: there is no room. `tables` must
+        stay findable."""
+        return []
+
+    def _give_more_back(self) -> None:
+        """Undoes `_take_more`."""
 
     def _furthest(self, seq: Sequence, chain: list[bytes], source: Source) -> int:
         """Returns the most tokens of the sequence, without its last, for which the device or this source has
@@ -101,5 +121,7 @@ class GroupedFetches(Fetches):
 
     def _make_findable(self, fetch: Fetch, num_blocks: int) -> None:
         for place, key, block in list(zip(fetch.places, fetch.keys, fetch.blocks))[:num_blocks]:
+            if place.group == len(self._groups):
+                break  # parts of a snapshot
             if (place.number + 1) * self._groups[place.group].block_size <= fetch.end:
                 self._register(fetch.seq, [key], place.number, [block], place.group)

@@ -84,6 +84,18 @@ class SeqStates:
     used: list[StateSnapshot] = field(default_factory=list)  # the others
 
 
+class HasStates(Protocol):
+    """A sequence."""
+
+    states: SeqStates | None
+
+
+def states_of(seq: HasStates) -> SeqStates:
+    """Returns the snapshots of a sequence that has any, or will take some."""
+    assert seq.states is not None
+    return seq.states
+
+
 @dataclass(frozen=True, slots=True)
 class StateCopies:
     """Copies between state rows and snapshots: (row, the snapshot's blocks) of each."""

@@ -19,14 +19,15 @@ of its tokens."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import abc
+from collections import abc, deque
 from dataclasses import dataclass
 
 from shoal.engine.scheduling.grouped_blocks import GroupedBlocks
-from shoal.engine.scheduling.part_state import SeqStates, StateCopies
+from shoal.engine.scheduling.part_state import SeqStates, StateCopies, states_of
 from shoal.engine.scheduling.seams import SeqPart
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.sequence_blocks import NEVER, SequenceBlocks
+from shoal.engine.scheduling.state_fetches import StateFetches
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import match, measure
 from shoal.kv.snapshots import Snapshots, StateSnapshot
@@ -78,6 +79,19 @@ class StateBlocks(GroupedBlocks):
     ) -> None:
         super().__init__(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
         self.snapshots = Snapshots(self.pool, room.blocks, room.beside)
+        fetches = self.fetches = StateFetches(
+            self.pool,
+            block_size,
+            self.groups,
+            self._register,
+            self._release,
+            self.blocks_of,
+            self._take_again,
+        )
+        fetches.snapshots = self.snapshots
+        # With lower tiers: those that sequences have left behind, the oldest first; and those that are copied
+        self.left_behind: deque[StateSnapshot] = deque(maxlen=num_blocks)
+        self.leaving: list[StateSnapshot] = []
         # A snapshot takes as many bytes as the KV of this many tokens. At this distance a byte of either
         # saves as much computing, whatever a token costs.
         blocks_a_token = sum(1 / group.block_size for group in groups if group.window is None)
@@ -100,7 +114,7 @@ class StateBlocks(GroupedBlocks):
         num_tokens = super().fit(seq, start, num_tokens)
         end, size = start + num_tokens, self.largest
         if self.pool.enable_caching and seq.register_at != NEVER:
-            point = next((point for point in _states(seq).points if point > start), end)
+            point = next((point for point in states_of(seq).points if point > start), end)
             if point < end:
                 end = point
             elif start < end // size * size and end < seq.num_tokens:
@@ -119,7 +133,7 @@ class StateBlocks(GroupedBlocks):
             return False
         if snapshot is not None:
             self.snapshots.use(snapshot)
-        states = _states(seq)
+        states = states_of(seq)
         states.restored = snapshot
         if seq.num_admissions == 1:
             seq.num_recomputed_tokens = states.matched - num_cached
@@ -127,7 +141,7 @@ class StateBlocks(GroupedBlocks):
 
     def computed(self, seq: Sequence) -> None:
         super().computed(seq)
-        new = _states(seq).new
+        new = states_of(seq).new
         while new and new[0][0] < seq.register_at:
             end, snapshot = new.pop(0)
             if self.snapshots.is_new(snapshot):
@@ -137,7 +151,7 @@ class StateBlocks(GroupedBlocks):
         restores: list[tuple[int, list[int]]] = []
         saves: list[tuple[int, list[int]]] = []
         for entry in scheduled:
-            seq, states, end = entry.seq, _states(entry.seq), entry.start + entry.num_tokens
+            seq, states, end = entry.seq, states_of(entry.seq), entry.start + entry.num_tokens
             if states.restored is not None:
                 restores.append((entry.row, states.restored.blocks))
                 self.snapshots.unpin(states.restored)
@@ -151,7 +165,7 @@ class StateBlocks(GroupedBlocks):
 
     def release(self, seq: Sequence) -> None:
         super().release(seq)
-        states = _states(seq)
+        states = states_of(seq)
         if states.restored is not None:
             self.snapshots.unpin(states.restored)
         self._drop_new(states)
@@ -159,6 +173,8 @@ class StateBlocks(GroupedBlocks):
         for snapshot in (*states.used, states.latest):
             if snapshot is not None and self.snapshots.find(snapshot.key) is snapshot:
                 self.snapshots.use(snapshot)
+                if self.fetches.sources:
+                    self.left_behind.append(snapshot)
         seq.states = None
 
     # Everything else
@@ -166,7 +182,7 @@ class StateBlocks(GroupedBlocks):
     def reset(self, running: abc.Iterable[Sequence]) -> bool:
         running = list(running)
         for seq in running:
-            states = _states(seq)
+            states = states_of(seq)
             self._drop_new(states)
             states.points, states.latest, states.used = [], None, []
         self.snapshots.forget_all()
@@ -183,8 +199,9 @@ class StateBlocks(GroupedBlocks):
 
     def check(self, running: abc.Sequence[Sequence]) -> None:
         super().check(running)
-        states = [_states(seq) for seq in running]
-        pinned = [own.restored for own in states if own.restored is not None]
+        states = [states_of(seq) for seq in running]
+        pinned = [own.restored for own in states if own.restored is not None] + self.leaving
+        pinned += [fetch.snapshot for fetch in self.fetches.under_way if fetch.snapshot is not None]
         new = [snapshot for own in states for _, snapshot in own.new if self.snapshots.is_new(snapshot)]
         self.snapshots.check(pinned, new)
         for seq, own in zip(running, states):
@@ -218,7 +235,7 @@ class StateBlocks(GroupedBlocks):
             parting = _num_common(seq.keys[:end], other.keys, index) * size // self.largest * self.largest
             # A snapshot that was planned in this step is not findable yet.
             behind = max(index * size, other.num_computed - 1)
-            points = _states(other).points
+            points = states_of(other).points
             coming = [point for point in points if behind < point <= parting]
             if parting - max([behind, *coming]) >= CUT_TOKENS:
                 insort(points, parting)
@@ -236,7 +253,7 @@ class StateBlocks(GroupedBlocks):
         if is_findable:
             found = self.snapshots.find(seq.keys[end // self.block_size - 1])
             if found is not None:
-                self._pass_on(_states(seq), end, found)
+                self._pass_on(states_of(seq), end, found)
                 return None
         snapshot = self.snapshots.take()
         if snapshot is None:
@@ -244,11 +261,11 @@ class StateBlocks(GroupedBlocks):
         if is_findable:
             self._make_snapshot_findable(seq, end, snapshot)
         else:
-            _states(seq).new.append((end, snapshot))
+            states_of(seq).new.append((end, snapshot))
         return snapshot
 
     def _make_snapshot_findable(self, seq: Sequence, end: int, snapshot: StateSnapshot) -> None:
-        states, key = _states(seq), seq.keys[end // self.block_size - 1]
+        states, key = states_of(seq), seq.keys[end // self.block_size - 1]
         found = self.snapshots.find(key)
         if found is not None:
             self.snapshots.drop(snapshot)
@@ -282,8 +299,3 @@ def _num_common(keys: list[bytes], others: list[bytes], start: int) -> int:
     """Returns the number of keys that two chains have in common, if that is `start` at least."""
     end = min(len(keys), len(others))
     return start + bisect_left(range(start, end), True, key=lambda i: keys[i] != others[i])
-
-
-def _states(seq: Sequence) -> SeqStates:
-    assert seq.states is not None
-    return seq.states

@@ -1,0 +1,145 @@
+"""Engines with recurrent layers: conversations go on where their last turns left states behind, on the device and
+from host memory, with the tokens of an engine that keeps nothing."""
+
+import random
+import time
+
+import pytest
+
+from shoal import SamplingParams
+from shoal.api import Request
+from shoal.config import EngineConfig
+from shoal.engine.core import EngineCore
+from shoal.errors import ConfigError
+from shoal.weights.source import resolve
+from tests.tiny_families import write_family
+
+NAMES = ["qwen3.5", "qwen3-next"]
+COUNT = 20
+DEADLINE_S = 60
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def build(root):
+    made = []
+
+    def make(name, **options):
+        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "max_num_seqs": 4}
+        defaults["kv_cache_memory_bytes"] = 16 << 20
+        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
+        made.append(EngineCore(config, resolve(config.model, None, None)))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.check()
+        core.exit()
+
+
+def numbers(count, seed):
+    r = random.Random(seed)
+    return [r.randrange(100) for _ in range(count)]
+
+
+def ask(core, prompt):
+    """Returns the answer, the number of cached tokens and what the prefill says."""
+    core.add(Request("r", list(prompt), SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)))
+    tokens, cached, spans = [], 0, []
+    until = time.monotonic() + DEADLINE_S
+    while core.has_work:
+        assert time.monotonic() < until, "the work does not end"
+        for output in core.step():
+            tokens += output.token_ids
+            cached = max(cached, output.num_cached_tokens)
+            spans += output.spans or []
+    while core.tick():
+        assert time.monotonic() < until, "copies do not end"
+    [prefill] = [span.attributes for span in spans if span.name == "prefill"]
+    return tokens, cached, prefill
+
+
+def conversations(core, plain, count=1, turns=3):
+    """Asks turn after turn of some conversations. Returns the numbers of old and of cached tokens of each turn but
+    the first ones."""
+    known, found = [numbers(70 + 9 * i, i) for i in range(count)], []
+    for turn in range(turns):
+        for i in range(count):
+            old = len(known[i])
+            prompt = known[i] + numbers(15, 10 * turn + i) if turn else known[i]
+            tokens, cached, _ = ask(core, prompt)
+            assert tokens == ask(plain, prompt)[0]
+            known[i] = prompt + tokens
+            if turn:
+                found.append((old, cached))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_gpu_blocks_override": 40},
+        {"max_num_batched_tokens": 24},
+        {"mamba_ssm_cache_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_a_turn_computes_its_own_tokens_and_at_most_a_block(name, options, build):
+    core, plain = build(name, **options), build(name, enable_prefix_caching=False)
+    for old, cached in conversations(core, plain):
+        assert old - 16 <= cached <= old
+
+
+def test_conversations_that_do_not_fit_on_the_device_go_on_from_host_memory(name, build):
+    probe = build(name)
+    runner = probe.ranks.runner
+    size = 30 * runner.cache.plan.block_bytes + runner.states.rows.nbytes + 8 * runner.states.plan.row_bytes
+    below = {"kv_host_bytes": 64 << 20, "kv_load_policy": "always"}
+    core, plain = build(name, kv_cache_memory_bytes=size, **below), build(name, enable_prefix_caching=False)
+    for old, cached in conversations(core, plain, count=6):
+        assert old - 16 <= cached <= old
+    assert core.stats().kv_tiers["host"].fetched_blocks > 6 * runner.states.plan.num_blocks
+
+
+def test_what_is_computed_again_for_want_of_a_state_is_reported(name, build):
+    core, system = build(name), numbers(83, 0)
+    said = [ask(core, system + numbers(30, i))[1:] for i in range(1, 4)]
+    assert [(cached, prefill.get("recomputed")) for cached, prefill in said] == [
+        (0, None),
+        (0, 80),
+        (80, None),
+    ]
+
+
+def test_rows_are_taken_from_the_size_of_the_cache(name, build):
+    core = build(name, kv_cache_memory_bytes=8 << 20)
+    used = core.memory_usage()["kv_cache"]["device_bytes"]
+    block_bytes = core.ranks.runner.cache.plan.block_bytes
+    assert (8 << 20) - block_bytes < used <= 8 << 20
+    with pytest.raises(ConfigError, match=r"no room for a single KV block.*max_num_seqs"):
+        build(name, kv_cache_memory_bytes=core.ranks.runner.states.rows.nbytes)
+
+
+def test_kv_blocks_that_are_counted_leave_room_for_snapshots_beside_them(name, build):
+    core = build(name, num_gpu_blocks_override=10)
+    stats = core.stats()
+    assert stats.num_blocks == stats.num_free_blocks == 10 and stats.num_free_snapshots == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_store": "memory://kv"},
+        {"kv_disk_path": "kv", "kv_disk_bytes": 1 << 20},
+        {"kv_transfer_config": {"kv_role": "kv_both"}},
+    ],
+    ids=str,
+)
+def test_what_states_lack_is_refused_by_name(options, build):
+    with pytest.raises(ConfigError, match=next(iter(options)).split("_config")[0]):
+        build("qwen3.5", **options)
