@@ -85,7 +85,7 @@ class SeqStates:
 
 
 class HasStates(Protocol):
-    """A sequence."""
+    """Sequence has its states, or none."""
 
     states: SeqStates | None
 
@@ -106,7 +106,7 @@ class StateCopies:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """How the drafts of a sequence did (draft_lengths.py)."""
+    """The success of a sequence's drafts (draft_lengths.py)."""
 
     first: float  # estimated probability that the first draft of a step is accepted,
     further: float  # and a further one if those before it are
