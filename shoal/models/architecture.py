@@ -36,8 +36,9 @@ class GGUFNames:
     derived: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     # a metadata key, without the prefix -> the other model that a file with this key holds, which is refused
     refused: Mapping[str, str] = field(default_factory=dict)
-    # a metadata key, without the prefix -> the name of the architecture that a file with this key is of
-    others: Mapping[str, str] = field(default_factory=dict)
+    # a metadata key, without the prefix -> the name of the architecture that a file with this key is of, or
+    # the names for some of its values
+    others: Mapping[str, str | Mapping[int, str]] = field(default_factory=dict)
     # whether the rows of q and k lie in the order of interleaved rotary pairs
     interleaved: bool = False
 

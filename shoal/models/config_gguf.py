@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
-from shoal.model_config import ModelConfig
+from shoal.model_config import AttentionKind, ModelConfig
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
 from shoal.models.config_layers import FULL, SLIDING
@@ -55,8 +55,10 @@ def config_from_gguf(
                 "supported"
             )
     for key, other in names.others.items():
-        if values.get(key):
-            architecture = BY_NAME[other]
+        value: Any = values.get(key)
+        found = other if isinstance(other, str) else other.get(value)
+        if value and found is not None:
+            architecture = BY_NAME[found]
     keys = {**KEYS, **names.keys}
     config = {key: values[own] for own, key in keys.items() if own in values}
     per_layer = sorted(key for key, value in config.items() if isinstance(value, list))
@@ -71,6 +73,8 @@ def config_from_gguf(
     rotated = values.get("rope.dimension_count")
     partial = "partial_rotary_factor" in architecture.defaults
     head_dim = values.get("attention.key_length", None if partial else rotated)
+    if "attention.kv_lora_rank" in values:  # key_length is a latent's
+        head_dim = rotated
     if rotated not in (None, head_dim) and not partial:
         raise CheckpointError(
             f"{where}: rotates {rotated} of {head_dim} head dimensions; partial rotary embeddings are "
@@ -105,7 +109,7 @@ def config_from_gguf(
                 f"{where}: {len(rope_factors)} rope factors for head_dim {head_dim}; it needs half as many"
             )
         parsed = parsed.with_attention(rope=RopeConfig(rope.theta, "factors", factors=rope_factors))
-    if architecture.layer_types is None:
+    if architecture.layer_types is None and isinstance(parsed.attention, AttentionKind):
         window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
         parsed = parsed.with_attention(window=window)
     return replace(

@@ -23,6 +23,7 @@ from shoal.models.checkpoint_names import split
 from shoal.models.registry import BY_GGUF
 from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
+from shoal.weights.gguf_latents import joined, suffix_of, whole_name, whole_shape
 
 # names that all architectures share; each adds its own (models/architecture.py)
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -49,10 +50,17 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
     place for."""
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
     names, stored = _names(header), ARCHITECTURES[config.architecture].tensors
+    latents: dict[str, dict[str, list[Matrix]]] = {}
     for info in header.tensors.values():
         if info.name in ROPE_TENSORS:  # it is part of the config
             continue
         name = _hugging_face_name(info.name, names, header)
+        if (whole := whole_name(name)) is not None:
+            heads = [_view(data, matrix, header) for matrix in _experts(name, info, header)]
+            latents.setdefault(whole, {})[suffix_of(name)] = heads
+            if len(latents[whole]) == 2:
+                yield whole, joined(latents.pop(whole))
+            continue
         if "{}" in name:
             for expert, matrix in enumerate(_experts(name, info, header)):
                 yield name.format(expert), _view(data, matrix, header)
@@ -72,10 +80,20 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
     names, num_experts = _names(header), 0 if config.experts is None else config.experts.num_experts
     stored = ARCHITECTURES[config.architecture].tensors
     shapes: dict[str, tuple[int, ...]] = {}
+    latents: dict[str, dict[str, tuple[int, ...]]] = {}
     for info in header.tensors.values():
         if info.name in ROPE_TENSORS:
             continue
         name, shape = _hugging_face_name(info.name, names, header), info.shape
+        if (whole := whole_name(name)) is not None:
+            if len(shape) != _stacked_dims(name):
+                raise CheckpointError(
+                    f"{header.path}: the tensor {info.name} has shape {list(shape)} instead of three numbers"
+                )
+            latents.setdefault(whole, {})[suffix_of(name)] = shape
+            if len(latents[whole]) == 2:
+                shapes[whole] = whole_shape(latents[whole])
+            continue
         if "{}" in name:
             if len(shape) != _stacked_dims(name) or shape[0] != num_experts:
                 raise CheckpointError(

@@ -6,9 +6,10 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_experts import shared_experts, with_experts
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
 from shoal.models.config_latent import with_latents
 
 GROUPED = {"greedy": False, "group_limited_greedy": True}
@@ -61,4 +62,11 @@ ARCHITECTURE = Architecture(
         "moe_intermediate_size": 1407,
     },
     read=read,
+    gguf=GGUFNames(
+        "deepseek2",
+        tensors=LATENT_TENSORS,
+        keys=LATENT_KEYS,
+        derived=latents,
+        others={"expert_gating_func": {SIGMOID: "deepseek_v3"}},  # and GLM-4.7-Flash's
+    ),
 )

@@ -31,7 +31,7 @@ def add_experts(writer, config) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["n_group"] is not None:
@@ -54,4 +54,60 @@ def add_glm(writer, config) -> None:
 def test_a_file_of_glm_4_5_is_its_checkpoint(use_qk_norm, root, tmp_path):
     folder = write_family(root, "glm4-moe", use_qk_norm=use_qk_norm)
     gguf_files.write(tmp_path / "m.gguf", folder, "glm4moe", add_glm)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def add_deepseek(writer, config) -> None:
+    add_experts(writer, config)
+    is_v2 = config["model_type"] == "deepseek_v2"
+    softmax, sigmoid = gguf.ExpertGatingFuncType.SOFTMAX, gguf.ExpertGatingFuncType.SIGMOID
+    writer.add_expert_gating_func(softmax if is_v2 else sigmoid)
+    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(rank + rotary)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotary)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def by_head(name, tensor, config):
+    """Keys' and values' matrices apart, as llama.cpp's converter writes them."""
+    if not name.endswith("kv_b_proj.weight"):
+        return {name: tensor}
+    heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+    keys, values = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+    stem = name.removesuffix("kv_b_proj.weight")
+    return {f"{stem}k_b_proj.weight": keys.transpose(1, 2), f"{stem}v_b_proj.weight": values}
+
+
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize("convert", [by_head, None], ids=["by head", "whole"])
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("deepseek-v2", dict(rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=0.7))),
+        ("deepseek-v2", dict(topk_method="greedy", n_group=None, topk_group=None, q_lora_rank=24)),
+        ("deepseek-v3", dict(attention_bias=False)),
+        ("glm4-flash-halves", dict(attention_bias=False, rope_interleave=True)),
+    ],
+    ids=["V2", "V2 without groups", "V3", "GLM-4.7-Flash"],
+)
+def test_a_file_of_deepseek_is_its_checkpoint(name, changes, convert, root, tmp_path):
+    if name == "deepseek-v2" and "rope_parameters" not in changes:
+        changes = changes | dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    folder = write_family(root, name, **changes)
+    gguf_files.write(tmp_path / "m.gguf", folder, "deepseek2", add_deepseek, convert)
     assert_equal_to(folder, tmp_path / "m.gguf")
