@@ -150,3 +150,36 @@ def until(condition, say=lambda: ""):
     while not condition():
         assert time.monotonic() < deadline, say()
         time.sleep(0.05)
+
+
+class Scripted:
+    """A server whose model writes given texts (tests/scripted_server.py), in a process of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+        self.process = subprocess.Popen(
+            [PYTHON, "-m", "tests.scripted_server", str(folder)],
+            env=os.environ | {"PYTHONPATH": path},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + 60
+        while not (folder / "port").exists():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}"
+
+    def say(self, texts):
+        (self.folder / "script.json").write_text(json.dumps(texts))
+        (self.folder / "prompts.jsonl").write_text("")
+
+    def prompts(self):
+        """Returns the prompts with tools."""
+        lines = (self.folder / "prompts.jsonl").read_text().splitlines()
+        return [prompt for prompt in map(json.loads, lines) if prompt.startswith("<tools>")]
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait(30)

@@ -28,3 +28,14 @@ def url(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model():
     return "smollm2"
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory):
+    from tests.serving import Scripted
+
+    server = Scripted(tmp_path_factory.mktemp("scripted"))
+    try:
+        yield server
+    finally:
+        server.stop()
