@@ -640,6 +640,40 @@ FAMILIES["lfm2-moe"] = (
     dict(**LFM2, **EXPERTS, num_dense_layers=1, use_expert_bias=True, conv_L_cache=4),
     None,
 )
+NEMOTRON = dict(
+    head_dim=16,
+    ssm_state_size=8,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
+    n_groups=2,
+    chunk_size=16,
+    n_routed_experts=6,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=64,
+    routed_scaling_factor=1.5,
+    num_experts_per_tok=2,
+    time_step_min=1e-6,  # its own chunks are clamped there, and steps of one token are not
+)
+
+
+def nemotron_pattern(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Layers as letters, as they were published first."""
+    letters = {LINEAR: "M", FULL: "*", "moe": "E", "mlp": "-"}
+    config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config.pop("layers_block_type"))
+    config["num_hidden_layers"] = len(config["hybrid_override_pattern"])
+    config["time_step_limit"] = [0.0, float("inf")]
+
+
+FAMILIES["nemotron-h"] = (
+    "NemotronHConfig",
+    dict(**NEMOTRON, hybrid_override_pattern="M-*EM"),
+    nemotron_pattern,
+)
+FAMILIES["nemotron-latent"] = (
+    "NemotronHConfig",
+    dict(**NEMOTRON, hybrid_override_pattern="ME*M-", moe_latent_size=24),
+    None,
+)
 # Models with recurrent layers: a prefix is found where a state was kept alone.
 RECURRENT = (
     "qwen3-next",
@@ -650,6 +684,8 @@ RECURRENT = (
     "granite4-experts",
     "lfm2",
     "lfm2-moe",
+    "nemotron-h",
+    "nemotron-latent",
 )
 # Models whose oracle computes shorter sequences otherwise: the fewest tokens of a prompt.
 LEAST_TOKENS = {"phi4-mini": 40}

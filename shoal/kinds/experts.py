@@ -38,12 +38,12 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation of an expert, which takes gate and up.
+    """The activation of an expert, which takes gate and up, or up alone.
 
-    silu, gelu_tanh: function(gate) * up.
+    silu, gelu_tanh: function(gate) * up. relu2: the square of relu(up); there is no gate.
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +- `limit`."""
 
-    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
 
@@ -66,3 +66,8 @@ class ExpertsKind:
     activation: Activation = Activation()
     biases: bool = False  # each expert's matrices have them
     shared: SharedExpert | None = None
+    latent_size: int | None = None  # numbers of a token that experts see; None: all of its hidden state
+
+    @property
+    def has_gates(self) -> bool:
+        return self.activation.kind != "relu2"

@@ -46,7 +46,7 @@ class ExpertMatrix(MatrixLayer):
         biased: bool = False,
     ) -> None:
         """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint."""
-        self.split = 0 if len(names) == 2 else 1
+        self.split = 1 if names == ("down_proj",) else 0
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
@@ -94,15 +94,16 @@ class ExpertMatrix(MatrixLayer):
 
 
 class ExpertGroup(nn.Module):
-    """The weights of some experts: w13, of each gate over up, and w2, of each down. F is divided over the
-    ranks."""
+    """The weights of some experts: w13, of each gate over up, or up alone, and w2, of each down. F is divided
+    over the ranks."""
 
     def __init__(
         self, experts: range, hidden: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops, stacked: bool
     ) -> None:
         super().__init__()
         up, down = (kind.intermediate_size, hidden), (hidden, kind.intermediate_size)
-        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), up, tp, ops, stacked, kind.biases)
+        first = ("gate_proj", "up_proj") if kind.has_gates else ("up_proj",)
+        self.w13 = ExpertMatrix(experts, first, up, tp, ops, stacked, kind.biases)
         self.w2 = ExpertMatrix(experts, ("down_proj",), down, tp, ops, stacked, kind.biases)
 
 
@@ -146,7 +147,7 @@ class Experts(nn.Module):
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         w13, w2 = self._group(expert).w13, self._group(expert).w2
         activation = self.kind.activation
-        if activation.kind == "clamped_swiglu":
+        if activation.kind in ("clamped_swiglu", "relu2"):
             hidden = activate(w13.format.matmul(x, w13.bias), activation)
         else:
             hidden = w13.format.gated(x, w13.bias, activation.kind, None)

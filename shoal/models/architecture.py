@@ -70,6 +70,9 @@ class Architecture:
     sliding_rope: SlidingRope | None = None
     nested_in: tuple[str, ...] = ()  # multimodal classes whose text_config is one of this architecture
     also_named: tuple[str, ...] = ()  # other model_types that such a text_config may have
+    # Returns fields that a config says in other words. They take the place of the config's own. None: all
+    # configs use the same words.
+    said_otherwise: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
     # a name within a layer that checkpoints have -> the decoder's name, or the parts of what has that name

@@ -18,7 +18,7 @@ def with_experts(config: ModelConfig, fields: ConfigFields, experts: ExpertsKind
     multiple of `decoder_sparse_step`. None: all layers are dense."""
     if experts is None:
         return config
-    _check(experts, fields)
+    check_experts(experts, fields)
     layers = zip(config.layers, _sparse_layers(fields, config.num_layers))
     return replace(
         config, layers=tuple(replace(kind, experts=experts) if sparse else kind for kind, sparse in layers)
@@ -72,7 +72,8 @@ def _mlp_only_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _check(experts: ExpertsKind, fields: ConfigFields) -> None:
+def check_experts(experts: ExpertsKind, fields: ConfigFields) -> None:
+    """Raises CheckpointError for numbers that contradict one another."""
     router, where, total = experts.router, fields.where, experts.num_experts
     if router.top_k > total:
         raise CheckpointError(f"{where}: num_experts_per_tok {router.top_k} is more than num_experts {total}")

@@ -28,6 +28,8 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     architecture, config = architecture_of(config, where), text_config(config, where)
     renamed = {key: config[new] for new, key in architecture.renamed.items() if new in config}
     fields = ConfigFields({**architecture.defaults, **renamed, **config}, where)
+    if architecture.said_otherwise is not None:
+        fields = ConfigFields({**fields.values, **architecture.said_otherwise(fields)}, where)
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

@@ -24,7 +24,7 @@ from shoal.models.families import (
     smollm3,
     youtu,
 )
-from shoal.models.hybrids import granite_hybrid, lfm2, qwen3_5, qwen3_next
+from shoal.models.hybrids import granite_hybrid, lfm2, nemotron_h, qwen3_5, qwen3_next
 from shoal.models.mixtures import (
     deepseek_v2,
     deepseek_v3,
@@ -88,6 +88,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_5.SPARSE,
     lfm2.DENSE,
     lfm2.SPARSE,
+    nemotron_h.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

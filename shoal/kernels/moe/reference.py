@@ -50,7 +50,10 @@ def _in_best_groups(choice_TE: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def activate(gate_up_T2F: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Returns what an expert makes of gate and up, [T, F]. The first half of the columns is gate."""
+    """Returns what an expert makes of gate and up, [T, F]. The first half of the columns is gate, if it has
+    one."""
+    if activation.kind == "relu2":
+        return gate_up_T2F.relu().square()
     gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
     if activation.kind == "silu":
         out_TF = F.silu(gate_TF) * up_TF

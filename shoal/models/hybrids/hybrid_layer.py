@@ -16,6 +16,8 @@ from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.plain_experts import PlainMoE
+from shoal.layers.plain_mlp import PlainMLP
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
 # a mixer's kind -> its module's name, as most checkpoints have it
@@ -40,9 +42,12 @@ class HybridLayer(nn.Module):
         if kind.mixer is not None:
             self.add_module(NAMES[type(kind.mixer)], build_mixer(config, kind.mixer, tp, ops, backends))
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)
-        self.mlp = None
-        if kind.has_mlp:
-            self.mlp = MLP(config, tp, ops) if kind.experts is None else MoE(config, kind.experts, tp, ops)
+        self.mlp: nn.Module | None = None
+        if kind.experts is not None:
+            moe = MoE if kind.experts.has_gates else PlainMoE
+            self.mlp = moe(config, kind.experts, tp, ops)
+        elif kind.has_mlp:
+            self.mlp = (PlainMLP if config.activation == "relu2" else MLP)(config, tp, ops)
         if kind.has_mlp and kind.mixer is not None:
             self.post_attention_layernorm = build_norm(config, config.hidden_size, ops, tp)
 
