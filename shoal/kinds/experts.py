@@ -47,6 +47,10 @@ class Activation:
     alpha: float = 1.0
     limit: float = 0.0
 
+    @property
+    def has_gate(self) -> bool:
+        return self.kind != "relu2"
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
@@ -67,7 +71,3 @@ class ExpertsKind:
     biases: bool = False  # each expert's matrices have them
     shared: SharedExpert | None = None
     latent_size: int | None = None  # numbers of a token that experts see; None: all of its hidden state
-
-    @property
-    def has_gates(self) -> bool:
-        return self.activation.kind != "relu2"

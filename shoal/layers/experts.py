@@ -102,7 +102,7 @@ class ExpertGroup(nn.Module):
     ) -> None:
         super().__init__()
         up, down = (kind.intermediate_size, hidden), (hidden, kind.intermediate_size)
-        first = ("gate_proj", "up_proj") if kind.has_gates else ("up_proj",)
+        first = ("gate_proj", "up_proj") if kind.activation.has_gate else ("up_proj",)
         self.w13 = ExpertMatrix(experts, first, up, tp, ops, stacked, kind.biases)
         self.w2 = ExpertMatrix(experts, ("down_proj",), down, tp, ops, stacked, kind.biases)
 

@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "silu": Activation(),
     "gelu_tanh": Activation("gelu_tanh"),
     "clamped_swiglu": Activation("clamped_swiglu", 1.702, 1.5),
+    "relu2": Activation("relu2"),
 }
 
 
@@ -79,13 +80,16 @@ def test_experts_with_biases_equal_the_loop_over_them(
     if "128" in kind:
         hidden, size = 640, 384
     print("seed", torch.manual_seed(32).initial_seed())
-    w13, plain13 = weights(kind, 2 * num, size, hidden)
+    matrices = 2 if ACTIVATIONS[activation].has_gate else 1
+    w13, plain13 = weights(kind, matrices * num, size, hidden)
     w2, plain2 = weights(kind, num, hidden, size)
     if kind == "bf16":
-        w13 = w13.view(num, 2 * size, hidden)
-    b13, b2 = torch.randn(num, 2 * size, device=DEVICE), torch.randn(num, hidden, device=DEVICE)
+        w13 = w13.view(num, matrices * size, hidden)
+    b13, b2 = torch.randn(num, matrices * size, device=DEVICE), torch.randn(num, hidden, device=DEVICE)
     ours = ExpertWeights(w13, w2, b13.to(BF16), b2.to(BF16))
-    exact = ExpertWeights(plain13.view(num, 2 * size, hidden), plain2, ours.b13.float(), ours.b2.float())
+    exact = ExpertWeights(
+        plain13.view(num, matrices * size, hidden), plain2, ours.b13.float(), ours.b2.float()
+    )
     rule = Router(top_k, True)
     for tokens in ROWS:
         x = torch.randn(tokens, hidden, device=DEVICE).to(BF16)

@@ -9,13 +9,13 @@ A row map says which rows a program multiplies, and with the weight of which exp
 
 NO_MAP   rows of one weight, in order.
 LISTED   a tile of the list of slots (moe.py), which is sorted by experts. A slot is a pair of a token and one
-         of its K choices. A gated matmul gathers the rows of the slots' tokens and writes in the list's
-         order; the other one reads in that order and scatters to slots.
+         of its K choices. An expert's first matmul gathers the rows of the slots' tokens (GATHERS) and writes
+         in the list's order; its second one reads in that order and scatters to slots.
 SLOTS    one slot, for few tokens, whose experts are taken as they come. SUM: the K slots of a token are parts
          of one sum, too. The last of their programs adds them, times the router's weights.
 
-GATED: the weight is gate over up, and their activation leaves the kernel. ADD: the matmul, rounded as one of
-its own, is added to what the output holds, the residual.
+GATED: the weight is gate over up, and their activation leaves the kernel; relu2 takes up alone. ADD: the
+matmul, rounded as one of its own, is added to what the output holds, the residual.
 
 T rows (tokens or slots with SLOTS) · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows).
 The oracle is reference.py with the unpacked weights.
@@ -61,7 +61,7 @@ def _rows(
     T,
     MAP: tl.constexpr,
     K: tl.constexpr,
-    GATED: tl.constexpr,
+    GATHERS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -80,7 +80,7 @@ def _rows(
         inside = row < tl.load(tile_ptr + 2)
         slot = tl.load(slots_ptr + row, mask=inside, other=0).to(tl.int64)
         row = tl.where(inside, row, 0).to(tl.int64)
-        if GATED:
+        if GATHERS:
             source, target = slot // K, row
         else:
             source, target = row, slot
@@ -88,7 +88,7 @@ def _rows(
         slot = tl.program_id(1) * (tl.num_programs(2) // SPLITS) + tl.program_id(2) // SPLITS
         expert = tl.load(map_ptr + slot).to(tl.int64)
         inside = row == 0
-        source = tl.zeros((BLOCK_T,), tl.int64) + (slot // K if GATED else slot)
+        source = tl.zeros((BLOCK_T,), tl.int64) + (slot // K if GATHERS else slot)
         target = tl.zeros((BLOCK_T,), tl.int64) + tl.program_id(1)
     return expert, source, target, inside
 
@@ -143,6 +143,7 @@ def tile_kernel(
     SCALED: tl.constexpr,
     MAP: tl.constexpr,
     K: tl.constexpr,
+    GATHERS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -168,7 +169,7 @@ def tile_kernel(
         block, rows_block = tl.program_id(1), tl.program_id(0)
     else:
         wait_for_inputs(PDL)
-    expert, source, target, inside = _rows(map_ptr, slots_ptr, T, MAP, K, GATED, SPLITS, BLOCK_T)
+    expert, source, target, inside = _rows(map_ptr, slots_ptr, T, MAP, K, GATHERS, SPLITS, BLOCK_T)
     if MAP == LISTED and expert < 0:
         return
     ptrs, scales_ptrs, minima_ptrs, to_up, scales_to_up = first_ptrs(
@@ -296,6 +297,9 @@ def tile_kernel(
     if GATED:
         up = up_sums.to(DTYPE).to(tl.float32)
         result = gate_with_up(result.to(tl.float32), up, ACTIVATION, ALPHA, LIMIT).to(DTYPE)
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(result.to(tl.float32), 0.0)
+        result = (positive * positive).to(DTYPE)
 
     if SUM:
         # The first row of the block is the slot; the others are padding.
@@ -350,8 +354,9 @@ def tile_matmul(
     rows: RowMap | None = None,
 ) -> None:
     """out = x @ weight^T + bias, cut as `tiles` say, or with an activation what that makes of both halves of
-    the outputs. `add`: it is added to `out`. `rows`: as the map says."""
-    (weight_rows, inputs), outs, gated = weight_shape(weight), out.shape[1], activation is not None
+    the outputs, or of all if it has no gate. `add`: it is added to `out`. `rows`: as the map says."""
+    (weight_rows, inputs), outs = weight_shape(weight), out.shape[1]
+    gated = activation is not None and activation.has_gate
     num_experts = 1 if rows is None else rows.num_experts
     assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype
     assert (weight_rows, inputs) == (num_experts * outs * (1 + gated), x.shape[1])
@@ -406,6 +411,7 @@ def tile_matmul(
         SCALED=isinstance(weight, Fp8Matrix),
         MAP=NO_MAP if rows is None else rows.kind,
         K=1 if rows is None else rows.top_k,
+        GATHERS=activation is not None,
         GATED=gated,
         ACTIVATION=activation.kind if activation else "",
         ALPHA=activation.alpha if activation else 0.0,

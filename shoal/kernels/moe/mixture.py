@@ -15,9 +15,11 @@ class ExpertWeights(NamedTuple):
 
     Weights in fewer bits are one matrix of all experts' rows."""
 
-    w13: torch.Tensor | PackedExperts  # [E, 2F, D], each expert's gate over its up
+    w13: (
+        torch.Tensor | PackedExperts
+    )  # [E, 2F, D], each expert's gate over its up, or [E, F, D], its up alone
     w2: torch.Tensor | PackedExperts  # [E, D, F]
-    b13: torch.Tensor | None = None  # [E, 2F]
+    b13: torch.Tensor | None = None  # [E, 2F] or [E, F]
     b2: torch.Tensor | None = None  # [E, D]
 
 

@@ -44,7 +44,7 @@ class HybridLayer(nn.Module):
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)
         self.mlp: nn.Module | None = None
         if kind.experts is not None:
-            moe = MoE if kind.experts.has_gates else PlainMoE
+            moe = MoE if kind.experts.activation.has_gate else PlainMoE
             self.mlp = moe(config, kind.experts, tp, ops)
         elif kind.has_mlp:
             self.mlp = (PlainMLP if config.activation == "relu2" else MLP)(config, tp, ops)

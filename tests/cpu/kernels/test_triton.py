@@ -7,6 +7,8 @@ Tolerances: float32 sums are only reordered (1e-5 of values near 1); a float16 r
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -187,7 +189,9 @@ def test_k_that_nobody_reads_in_qkv_is_stored_in_the_cache_alone(monkeypatch: py
 
 
 @DTYPES
-@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("renormalise", "activation"), [(True, "silu"), (False, "silu"), (True, "relu2")], ids=str
+)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "size"),
     [(1, 8, 2, 64, 48), (5, 5, 5, 33, 17), (40, 6, 3, 64, 48), (3, 200, 1, 16, 16), (0, 4, 2, 16, 16)],
@@ -204,15 +208,17 @@ def test_moe_equals_the_loop_over_experts(
     hidden: int,
     size: int,
     renormalise: bool,
+    activation: Literal["silu", "relu2"],
     dtype: torch.dtype,
 ) -> None:
     x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
     router[:, 0] += 2  # one busy expert: several tiles
     router += torch.rand(experts) * 1e-2  # no ties, whose choice is free
-    w13 = (torch.randn(experts, 2 * size, hidden) / hidden**0.5).to(dtype)
+    rows = 2 * size if activation == "silu" else size
+    w13 = (torch.randn(experts, rows, hidden) / hidden**0.5).to(dtype)
     w2 = (torch.randn(experts, hidden, size) / size**0.5).to(dtype)
     tiles = ExpertTiles(*[RowTiles(16, 32, 16, 4, 2, splits)] * 2, by_slot)
-    arguments = x, router, Router(top_k, renormalise), ExpertWeights(w13, w2), Activation()
+    arguments = x, router, Router(top_k, renormalise), ExpertWeights(w13, w2), Activation(activation)
     result = moe_with(tiles, *arguments)
     torch.testing.assert_close(result, moe_reference.moe(*arguments), **TOLERANCES[dtype])
     residual = torch.randn(tokens, hidden).to(dtype)
