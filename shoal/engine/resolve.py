@@ -180,13 +180,13 @@ def _check_recurrent(config: ResolvedConfig, model: ModelConfig) -> None:
         return
     for name, is_set in (
         ("kv_transfer_config", config.kv_transfer_config is not None),
-        ("kv_disk_path and kv_store", bool(config.kv_disk_path or config.kv_store)),
+        ("kv_store", config.kv_store is not None),
         ("speculative_config", config.speculative is not None),
     ):
         if is_set:
             raise ConfigError(
                 f"{name} must be unset for {config.model}, as states of recurrent layers do not leave the "
-                "device but for host memory, and are not taken back yet; leave it out"
+                "machine, and are not taken back yet; leave it out"
             )
 
 

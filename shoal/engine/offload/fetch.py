@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shoal.engine.offload.costs import Throughput
-from shoal.engine.offload.ledger import HOST, Ledger, meta_of
+from shoal.engine.offload.ledger import HOST, Ledger, meta_of, part_meta
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.part_state import CompletedFetch
@@ -75,7 +75,10 @@ class Fetcher:
                 break  # evicted since the look-up: it and the blocks after it are computed
             else:
                 unread.append((i, tier))
-                metas.append(meta_of(fetch.seq, fetch.places[i], known.groups, known.block_size))
+                if fetch.places[i].group == len(known.groups):
+                    metas.append(part_meta(key, known.groups))
+                else:
+                    metas.append(meta_of(fetch.seq, fetch.places[i], known.groups, known.block_size))
         ledger.host.hold([host_block for _, host_block in in_host])
         num_blocks = len(fetch.keys)
         tiers = dict.fromkeys(([HOST] if in_host else []) + [tier for _, tier in unread])

@@ -57,6 +57,12 @@ class Ledger:
         return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
 
 
+def part_meta(key: bytes, groups: abc.Sequence[LayerGroup]) -> BlockMeta:
+    """Returns what proves a part of a snapshot of states to be the right one: its key alone, which is derived
+    from all tokens up to the snapshot."""
+    return BlockMeta(key, None, (), group=len(groups))
+
+
 def meta_of(seq: Sequence, place: Place, groups: abc.Sequence[LayerGroup], block_size: int) -> BlockMeta:
     """Returns the key, parent and tokens of the sequence's full block at a place. The keys of its tokens, one
     for each `block_size`, must be known."""

@@ -24,7 +24,7 @@ from functools import partial
 
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.fetch import Fetcher
-from shoal.engine.offload.ledger import HOST, Ledger, meta_of
+from shoal.engine.offload.ledger import HOST, Ledger, meta_of, part_meta
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.offload.writer import Writer
 from shoal.engine.scheduling import sequence
@@ -119,8 +119,7 @@ class Offloader:
         self._must_wait_for = 0
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
-        # The snapshots that are being copied out, by the keys of their last parts
-        self._last_parts: dict[bytes, StateSnapshot] = {}
+        self._parts: dict[bytes, StateSnapshot] = {}  # parts of snapshots that are being copied out
         self._flushing = False  # blocks that are copied out are written at once
         self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
         self._allowed_at = clock()  # when the allowance last grew
@@ -362,15 +361,16 @@ class Offloader:
         while waiting:
             snapshot = waiting[0]
             keys = [part_key(snapshot.key, part) for part in range(size)]
-            is_there = blocks.snapshots.find(snapshot.key) is snapshot and snapshot not in blocks.leaving
-            if is_there and not all(map(self._is_in_host_tier, keys)):
+            is_there = blocks.snapshots.find(snapshot.key) is snapshot and not any(
+                key in self._leaving for key in keys
+            )
+            has = self._is_in_host_tier if self.policy.has_host_tier else self._goes_below
+            if is_there and not all(map(has, keys)):
                 if self._room() < min(size, self.policy.max_leaving) or self._allowed() < size:
                     return
-                blocks.snapshots.pin(snapshot)
-                blocks.leaving.append(snapshot)
-                self._last_parts[keys[-1]] = snapshot
-                metas = [BlockMeta(key, None, (), group=len(blocks.groups)) for key in keys]
-                self._copy_out(snapshot.blocks, metas)
+                blocks.leaves(snapshot)
+                self._parts.update(dict.fromkeys(keys, snapshot))
+                self._copy_out(snapshot.blocks, [part_meta(key, blocks.groups) for key in keys])
             waiting.popleft()
 
     def _is_due(self, idle: bool) -> bool:
@@ -487,7 +487,7 @@ class Offloader:
             host_blocks = self.host.take(len(some))
             assert host_blocks is not None
             # a step in flight may still write blocks that are new; cold ones are free
-            wait = policy.on_registration or bool(self._last_parts) or ledger.in_use(some)
+            wait = policy.on_registration or bool(self._parts) or ledger.in_use(some)
             ticket = self.transfers.copy_out(some, host_blocks, wait)
             self._leaving.update((meta.key, ticket) for meta in some_metas)
             then = partial(self._was_copied_out, some_metas, host_blocks, ledger.epoch)
@@ -495,12 +495,13 @@ class Offloader:
         return ticket
 
     def _was_copied_out(self, metas: list[BlockMeta], host_blocks: list[int], epoch: int, done: Done) -> None:
+        ended: set[StateSnapshot] = set()
         for meta in metas:
             del self._leaving[meta.key]
-            snapshot = self._last_parts.pop(meta.key, None)  # Copies end in the order of their tickets.
-            if snapshot is not None and isinstance(self.scheduler.blocks, StateBlocks):
-                self.scheduler.blocks.leaving.remove(snapshot)
-                self.scheduler.blocks.snapshots.unpin(snapshot)
+            if meta.key in self._parts:
+                ended.add(self._parts.pop(meta.key))
+        if ended and isinstance(self.scheduler.blocks, StateBlocks):
+            self.scheduler.blocks.have_left(ended.difference(self._parts.values()))
         stats = self.stats[HOST]
         if done.seconds:
             self.costs.store[HOST].add(done.seconds, len(metas))

@@ -214,7 +214,8 @@ class KvTiers(StepPart):
         self._is_stale = False
         if has_tiers(self.config):
             checksums = self.ranks.call(commands.CHECKSUMS)
-            fingerprint = weights_fingerprint(checksums, self.ranks.runner.model_config)
+            runner = self.ranks.runner
+            fingerprint = runner.states.plan.add_to(weights_fingerprint(checksums, runner.model_config))
             self.ranks.call(commands.KV_OPEN_TIERS, fingerprint, self.events is not None)
 
     def _reopen_persistent(self) -> None:

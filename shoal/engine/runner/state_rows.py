@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 
@@ -44,6 +45,15 @@ class StatePlan:
     layers: dict[int, tuple[StatePart, StatePart | None]]
     row_bytes: int  # 0: no layer has a state
     num_blocks: int  # KV blocks of as many bytes together
+
+    def add_to(self, fingerprint: bytes) -> bytes:
+        """Returns the fingerprint of files that have snapshots of this layout. Without states it stays."""
+        if not self.layers:
+            return fingerprint
+        layout = [(i, str(conv), str(state)) for i, (conv, state) in self.layers.items()]
+        hasher = blake2b(fingerprint, digest_size=len(fingerprint), person=b"shoal-states")
+        hasher.update(repr(layout).encode())
+        return hasher.digest()
 
     def views(self, rows: torch.Tensor) -> dict[int, LayerState]:
         return {

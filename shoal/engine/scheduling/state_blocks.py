@@ -177,6 +177,18 @@ class StateBlocks(GroupedBlocks):
                     self.left_behind.append(snapshot)
         seq.states = None
 
+    # Lower tiers
+
+    def leaves(self, snapshot: StateSnapshot) -> None:
+        """Keeps a snapshot while it is copied out, until `have_left`."""
+        self.snapshots.pin(snapshot)
+        self.leaving.append(snapshot)
+
+    def have_left(self, snapshots: abc.Iterable[StateSnapshot]) -> None:
+        for snapshot in snapshots:
+            self.leaving.remove(snapshot)
+            self.snapshots.unpin(snapshot)
+
     # Everything else
 
     def reset(self, running: abc.Iterable[Sequence]) -> bool:

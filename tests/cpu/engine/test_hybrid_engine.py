@@ -106,6 +106,22 @@ def test_conversations_that_do_not_fit_on_the_device_go_on_from_host_memory(name
     assert core.stats().kv_tiers["host"].fetched_blocks > 6 * runner.states.plan.num_blocks
 
 
+def test_another_engine_goes_on_from_a_disk(name, build, tmp_path):
+    disk = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 64 << 20, "kv_load_policy": "always"}
+    first = build(name, **disk)
+    prompt = numbers(100, 0)
+    known = prompt + ask(first, prompt)[0]
+    first.exit()
+    turn = known + numbers(9, 1)
+    second, plain = build(name, **disk), build(name, enable_prefix_caching=False)
+    expected = ask(plain, turn)[0]
+    tokens, cached, _ = ask(second, turn)
+    assert tokens == expected and len(known) - 16 <= cached <= len(known)
+    second.exit()
+    other = build(name, **disk, mamba_ssm_cache_dtype="bfloat16")
+    assert ask(other, turn)[1] == 0
+
+
 def test_what_is_computed_again_for_want_of_a_state_is_reported(name, build):
     core, system = build(name), numbers(83, 0)
     said = [ask(core, system + numbers(30, i))[1:] for i in range(1, 4)]
@@ -132,13 +148,7 @@ def test_kv_blocks_that_are_counted_leave_room_for_snapshots_beside_them(name, b
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_store": "memory://kv"},
-        {"kv_disk_path": "kv", "kv_disk_bytes": 1 << 20},
-        {"kv_transfer_config": {"kv_role": "kv_both"}},
-    ],
-    ids=str,
+    "options", [{"kv_store": "memory://kv"}, {"kv_transfer_config": {"kv_role": "kv_both"}}], ids=str
 )
 def test_what_states_lack_is_refused_by_name(options, build):
     with pytest.raises(ConfigError, match=next(iter(options)).split("_config")[0]):

@@ -30,19 +30,20 @@ class KeptTiers(Tiers):
         pass
 
 
-def with_host(r, scheduler, groups, num_host_blocks, seen, **options):
-    """Returns a device and an offloader with a host tier, which the scheduler uses."""
-    device, blocks = FetchingStateDevice(groups), scheduler.blocks
-    transfers = FakeTransfers(r, device, num_host_blocks, FakeDisk())
+def with_tiers(r, scheduler, groups, num_host_blocks, seen, has_host_tier=True, has_disk=False, **options):
+    """Returns a device and an offloader with these tiers, which the scheduler uses."""
+    device, blocks, disk = FetchingStateDevice(groups), scheduler.blocks, FakeDisk()
+    transfers = FakeTransfers(r, device, num_host_blocks, disk)
     defaults = {
         "watermark": blocks.pool.num_blocks,
         "host_watermark": 1,
         "max_leaving": 100,
         "copy_blocks": 100,
     }
-    policy = OffloadPolicy(blocks.block_size, 10, True, **defaults | options)
-    costs = Costs(blocks.block_size, 0.01, {"host": 0.001})
-    offloader = Offloader(scheduler, HostTier(num_host_blocks), transfers, {}, policy, costs)
+    policy = OffloadPolicy(blocks.block_size, 10, has_host_tier, **defaults | options)
+    costs = Costs(blocks.block_size, 0.01, {"host": 0.001, "disk": 0.002})
+    below = {"disk": disk} if has_disk else {}
+    offloader = Offloader(scheduler, HostTier(num_host_blocks), transfers, below, policy, costs)
     tiers = KeptTiers(offloader, seen)
     blocks.fetches.sources[:] = [tiers]
     blocks.watchers.append(tiers)
@@ -95,8 +96,10 @@ def run_trace(seed):
     )
     seen, in_flight = Counter[str](), []
     options = {"on_registration": r.random() < 0.3, "always_fetch": r.random() < 0.8}
+    options["has_host_tier"] = r.random() < 0.7
+    options["has_disk"] = not options["has_host_tier"] or r.random() < 0.5
     options |= {"copy_blocks": r.choice((1, 3, 100)), "max_leaving": r.choice((2, 100))}
-    device, offloader = with_host(r, scheduler, groups, r.choice((12, 300)), seen, **options)
+    device, offloader = with_tiers(r, scheduler, groups, r.choice((12, 300)), seen, **options)
     prompts: list[list[int]] = []
     for _ in range(300):
         if r.random() < 0.15 and len(scheduler.waiting) < 4:
@@ -145,7 +148,7 @@ def test_conversations_that_do_not_fit_on_the_device_go_on_from_host_memory(besi
         groups=SEE_ALL,
         snapshots=SnapshotRoom(3, beside),
     )
-    device, offloader = with_host(r, scheduler, SEE_ALL, 1000, seen)
+    device, offloader = with_tiers(r, scheduler, SEE_ALL, 1000, seen)
     known = [tokens(100, seed=i) for i in range(8)]
     for turn in range(3):
         for i in range(8):
