@@ -77,6 +77,14 @@ _CASED = (
     "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
 )
 
+# the patterns of DeepSeek V3's tokenizer.json: digits, Chinese and Japanese, then words and punctuation
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 _LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
 _DIGITS_KIND = PreTokenizer((r"\p{N}", _GPT2))
@@ -92,11 +100,21 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3_KIND,
     "falcon3": _LLAMA3_KIND,
     "pixtral": _LLAMA3_KIND,
+    "falcon-h1": _LLAMA3_KIND,
+    "midm-2.0": _LLAMA3_KIND,
+    "lfm2": _LLAMA3_KIND,
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,)),
+    "chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "dbrx": PreTokenizer((_LLAMA3,)),
     "qwen2": _QWEN2_KIND,
     "deepseek-r1-qwen": _QWEN2_KIND,
     "gpt-4o": PreTokenizer((_O200K,)),
+    "llama4": PreTokenizer((_O200K,)),
+    "minimax-m2": PreTokenizer((_O200K,)),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+    "hunyuan-dense": PreTokenizer(_DEEPSEEK_V3),
+    "joyai-llm": PreTokenizer(_DEEPSEEK_V3),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "deepseek-llm": PreTokenizer(
         ("[\r\n]", r"\s?" + _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}")

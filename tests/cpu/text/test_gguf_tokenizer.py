@@ -41,6 +41,19 @@ PUBLISHED = {
     "smaug-bpe": ([split(CONTRACTION + WORDS + r"|\p{N}{1,3}" + REST), byte_level(False)], None, False),
     "qwen2": ([split(CONTRACTION + WORDS + r"|\p{N}" + REST), byte_level(False)], {"type": "NFC"}, False),
     "tekken": ([split(TEKKEN), byte_level(False)], None, True),
+    "deepseek-v3": (
+        [
+            split(r"\p{N}{1,3}"),
+            split("[一-龥぀-ゟ゠-ヿ]+"),
+            split(
+                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            byte_level(False),
+        ],
+        None,
+        False,
+    ),
     "deepseek-coder": (
         [
             split("[\r\n]"),
@@ -93,6 +106,25 @@ def test_pre_tokenizers_that_differ_are_told_apart():
     }
     # ignore_merges, in which llama-bpe and smaug-bpe differ, only shows on tokens that no merge makes.
     assert len(set(ids.values())) == len(PUBLISHED) - 1
+
+
+@pytest.mark.parametrize(
+    "name, same",
+    [
+        ("glm4", "smaug-bpe"),
+        ("chatglm-bpe", "smaug-bpe"),
+        ("lfm2", "llama-bpe"),
+        ("falcon-h1", "llama-bpe"),
+        ("llama4", "gpt-4o"),
+        ("minimax-m2", "gpt-4o"),
+        ("hunyuan-dense", "deepseek-v3"),
+        ("joyai-llm", "deepseek-v3"),
+    ],
+)
+def test_some_names_stand_for_the_same_splits(name, same):
+    tokenizers = [Tokenizer.from_gguf(texts.byte_level_metadata(pre)) for pre in (name, same)]
+    for text in texts.TEXTS:
+        assert tokenizers[0].encode(text) == tokenizers[1].encode(text)
 
 
 def test_ignore_merges_takes_a_whole_piece_that_no_merge_makes():
