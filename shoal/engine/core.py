@@ -32,17 +32,17 @@ from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.pause_state import PauseState
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.request_checks import check_possible
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import PartBuilder, Parts
-from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
+from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.hashing import root_key
 from shoal.kv.events.publisher import KvEvents
 from shoal.models.parallel import check_parallel
 from shoal.stats import MemoryReport, SleepState, Stats
-from shoal.text.request_builder import check_request
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
@@ -164,29 +164,9 @@ class EngineCore:
         """Takes a request. Raises RequestError if it is impossible for this model or cache, UnavailableError
         if no request is taken now: the engine sleeps, its weights are not whole, or it refuses them
         (`refuse`). A request that is not taken leaves no trace."""
-        check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
-        if not self.model_config.has_head and not request.embed:
-            raise RequestError(
-                "the model must have an output head (lm_head) to generate, and its checkpoint has none; ask "
-                "for embeddings, by /v1/embeddings or LLM.embed, or serve a causal model"
-            )
+        check_possible(request, self.config, self.model_config)
         if (why := self.paused or self.refused) is not None:
             raise UnavailableError(why)
-        structured = request.params.structured_outputs
-        if structured is not None and (request.embed or self.config.skip_tokenizer_init):
-            without = "this engine runs without a tokenizer (skip_tokenizer_init)"
-            why = "an embedding has no text" if request.embed else without
-            raise RequestError(
-                f"structured_outputs needs tokens of text, and {why}; leave it out",
-                field="structured_outputs",
-            )
-        transfer = self.config.kv_transfer_config
-        if request.fetches_only and (transfer is None or not transfer.reads):
-            raise RequestError(
-                "fetches_only brings KV blocks of another engine in, and this engine reads none; send it to "
-                "one whose kv_role is kv_consumer or kv_both",
-                field="fetches_only",
-            )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
         try:
