@@ -3,15 +3,21 @@ of its own here."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 import torch
 
+PROJECTION = re.compile(
+    r".*(_proj|_proj_with_mqa|\.linear_attn\.in_proj_[qkvz]|\.(mamba|conv)\.in_proj_[a-z]+)\.weight"
+)
+
 
 def is_projection(name: str) -> bool:
-    """Says if a checkpoint's tensor is a matrix of attention, an MLP or an expert: those are quantized.
-    Embeddings, norms, the output head and a mixture's router are not."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    """Says if a checkpoint's tensor is a matrix of attention, a recurrent layer, an MLP or an expert: those
+    are quantized. Embeddings, norms, the output head, a mixture's router and the numbers of a delta net's
+    heads are not."""
+    return PROJECTION.fullmatch(name) is not None
 
 
 class QuantizedTensor(ABC):
