@@ -128,9 +128,15 @@ class StateBlocks(GroupedBlocks):
             assert snapshot is not None, "a prefix without a snapshot"
             self.snapshots.pin(snapshot)
         if not super().start(seq, found, num_cached):
-            if snapshot is not None:
-                self.snapshots.unpin(snapshot)
-            return False
+            if snapshot is None:
+                return False
+            self.snapshots.unpin(snapshot)
+            if self._num_free < self.pool.num_blocks:
+                return False
+            # No other sequence will give blocks back: this one needs those of the snapshot, too.
+            snapshot, num_cached, states_of(seq).kept_at = None, 0, 0
+            if not super().start(seq, [[] for _ in self.groups], 0):
+                return False
         if snapshot is not None:
             self.snapshots.use(snapshot)
         states = states_of(seq)

@@ -292,6 +292,16 @@ def test_snapshots_give_way_to_the_kv_of_running_sequences():
     assert len(known) == 380 and engine.scheduler.stats().num_preemptions == 0
 
 
+def test_a_prompt_that_needs_the_whole_cache_starts_without_its_snapshot():
+    """Regression: the prompt waited forever, as its prefix was found and the snapshot held the last blocks that it
+    needed."""
+    engine = Engine(num_blocks=10, room=SnapshotRoom(3), max_model_len=160)
+    head = tokens(20)
+    engine.ask(head, max_tokens=1)
+    known, found = engine.ask(head + tokens(120, seed=1), max_tokens=20)
+    assert len(known) == 160 and found == 0
+
+
 def test_a_snapshot_goes_with_its_last_kv_block():
     engine = Engine(room=SnapshotRoom(3, beside=300), num_blocks=30)
     first = tokens(100)
