@@ -7,7 +7,10 @@ from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
-from shoal.kernels.recurrent.reference import causal_conv, gated_delta, gated_norm, mamba2
+from shoal.kernels.recurrent.conv import causal_conv
+from shoal.kernels.recurrent.delta import gated_delta
+from shoal.kernels.recurrent.gated_norm import gated_norm
+from shoal.kernels.recurrent.mamba import mamba2
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
 from shoal.kernels.sampling.bad_words_triton import ban_words

@@ -1,0 +1,358 @@
+"""The gated delta rule in Triton. Decodes are one kernel, in which a program has some columns of one head's
+state, and takes tokens one by one. Prompts are computed in chunks (Yang 2024): a first kernel, for all chunks
+at once, solves how the tokens of a chunk change what later ones see; a second one walks through each sequence
+with its state in registers.
+
+Within a chunk, G is the running sum of the decays' logarithms, and D_ij = exp(G_i - G_j) for j <= i. With
+M = tril(beta k k^T D, -1), the changes that a chunk makes to a state S are U - Y S, where
+U = (I + M)^-1 beta v and Y = (I + M)^-1 beta exp(G) k.
+
+T tokens · S sequences · K key heads · H value heads · N numbers of a key · V numbers of a value · R state
+rows · L tokens of a chunk. The oracle is reference.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.recurrent.chunks import (
+    CHUNK,
+    find_chunk,
+    max_chunks,
+    sigmoid,
+    softplus,
+    state_row,
+    takes_chunks,
+)
+from shoal.kernels.recurrent.sequences import Sequences
+from shoal.kernels.rounding import cdiv, next_power_of_2
+
+COLUMNS = 32  # of a state, in a program: one head of 128 x 128 keeps four processors busy
+
+
+@triton.jit
+def _normed(x):
+    return x * tl.rsqrt(tl.sum(x * x, axis=len(x.shape) - 1, keep_dims=True) + 1e-6)
+
+
+@triton.jit(do_not_specialize=["spare_row"])
+def _delta_token_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    states_ptr,
+    rows_ptr,
+    starts_ptr,
+    positions_ptr,
+    out_ptr,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_a,
+    stride_b,
+    stride_row,
+    spare_row,
+    H: tl.constexpr,
+    SHARED: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    seq, head = tl.program_id(0), tl.program_id(1)
+    n, c = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first, last = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    in_use = last > first
+    goes_on = tl.load(positions_ptr + first, mask=in_use, other=-1) > 0
+    state_ptr = states_ptr + state_row(rows_ptr, seq, spare_row) * stride_row + head * N * V
+    at, mask = n[:, None] * V + c[None, :], (n < N)[:, None] & (c < V)[None, :]
+    # Earlier kernels of this step write other layers' states, so this one may be read before they are done.
+    state = tl.load(state_ptr + at, mask=mask & goes_on, other=0.0, cache_modifier=".cg").to(tl.float32)
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    wait_for_inputs(PDL)
+    keys = head // SHARED * N + n
+    for i in range(last - first):
+        token = first.to(tl.int64) + i
+        q = _normed(tl.load(q_ptr + token * stride_q + keys, mask=n < N, other=0.0).to(tl.float32))
+        k = _normed(tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0).to(tl.float32))
+        v = tl.load(v_ptr + token * stride_v + head * V + c, mask=c < V, other=0.0).to(tl.float32)
+        gate = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
+        beta = sigmoid(tl.load(b_ptr + token * stride_b + head).to(tl.float32))
+        state *= tl.exp(rate * softplus(gate + dt_bias))
+        change = (v - tl.sum(state * k[:, None], axis=0)) * beta
+        state += k[:, None] * change[None, :]
+        out = tl.sum(state * q[:, None], axis=0) * (N**-0.5)
+        tl.store(out_ptr + (token * H + head) * V + c, out.to(out_ptr.dtype.element_ty), mask=c < V)
+    tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask & in_use)
+
+
+@triton.jit
+def _inverse(m, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Returns (I + m)^-1 of a matrix [SIZE, SIZE] whose numbers on and above the diagonal are 0. Parts of
+    PART rows on the diagonal are inverted row by row. Powers of the whole would not do: where tokens repeat,
+    they grow beyond what float32 sums can cancel."""
+    PARTS: tl.constexpr = SIZE // PART
+    part, other = tl.arange(0, PARTS)[:, None, None, None], tl.arange(0, PARTS)[None, None, :, None]
+    row, column = tl.arange(0, PART)[None, :, None], tl.arange(0, PART)[None, None, :]
+    whole_row, whole_column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    apart = tl.reshape(m, (PARTS, PART, PARTS, PART))
+    inverse = -tl.sum(tl.where(part == other, apart, 0.0), axis=2)
+    for i in range(2, PART):
+        own = tl.sum(tl.where(row == i, inverse, 0.0), axis=1)
+        own += tl.sum(own[:, :, None] * inverse, axis=1)
+        inverse = tl.where(row == i, own[:, None, :], inverse)
+    inverse = tl.where(row == column, 1.0, inverse)
+    joined = tl.where(part == other, inverse[:, :, None, :], tl.zeros_like(apart))
+    diagonal = tl.reshape(joined, (SIZE, SIZE))
+    # Now m = diagonal^-1 (I + e), where e has parts below the diagonal alone, so its power PARTS is zero.
+    below = tl.where(whole_row // PART > whole_column // PART, m, 0.0)
+    e = tl.dot(diagonal, below)
+    tl.static_assert(PARTS == 2 or PARTS == 4)
+    total = tl.where(whole_row == whole_column, 1.0, 0.0) - e
+    if PARTS == 4:
+        square = tl.dot(e, e)
+        total += square - tl.dot(e, square)
+    return tl.dot(total, diagonal)
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs"])
+def _delta_chunk_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    starts_ptr,
+    normed_q_ptr,
+    normed_k_ptr,
+    logs_ptr,
+    scores_ptr,
+    u_ptr,
+    y_ptr,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_a,
+    stride_b,
+    first_seq,
+    num_seqs,
+    H: tl.constexpr,
+    SHARED: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    L: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(1)
+    seq, chunk = find_chunk(tl.program_id(0), starts_ptr + first_seq, num_seqs, L, BLOCK_S)
+    wait_for_inputs(PDL)
+    if seq < num_seqs:
+        i = tl.arange(0, L)
+        t = tl.load(starts_ptr + first_seq + seq) + chunk * L + i
+        real = t < tl.load(starts_ptr + first_seq + seq + 1)
+        token, n = t.to(tl.int64), tl.arange(0, BLOCK_N)
+        keys, key_mask = head // SHARED * N + n[None, :], real[:, None] & (n < N)[None, :]
+        dtype = v_ptr.dtype.element_ty
+        normed_at = token[:, None] * (H // SHARED * N) + keys
+        k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
+        k = _normed(k).to(dtype)
+        rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+        gate = tl.load(a_ptr + token * stride_a + head, mask=real, other=0.0).to(tl.float32)
+        gate = softplus(gate + tl.load(dt_bias_ptr + head).to(tl.float32))
+        logs = tl.cumsum(tl.where(real, rate * gate, 0.0), 0)
+        tl.store(logs_ptr + token * H + head, logs, mask=real)
+        beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
+        decay = tl.exp(tl.minimum(logs[:, None] - logs[None, :], 0.0))
+        q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
+        q = (_normed(q) * (N**-0.5)).to(dtype)
+        if head % SHARED == 0:
+            tl.store(normed_q_ptr + normed_at, q, mask=key_mask)
+            tl.store(normed_k_ptr + normed_at, k, mask=key_mask)
+        scores = tl.dot(q, tl.trans(k))
+        scores = tl.where(i[:, None] >= i[None, :], scores * decay, 0.0).to(dtype)
+        tl.store(
+            scores_ptr + (token[:, None] * H + head) * L + i[None, :],
+            scores,
+            mask=tl.broadcast_to(real[:, None], (L, L)),
+        )
+        m = tl.dot(k, tl.trans(k)) * decay * beta[:, None]
+        inverse = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), L, 16).to(dtype)
+        # Keys are read again, as the inverse needs the registers.
+        k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
+        k = _normed(k)
+        weighted = (k * (beta * tl.exp(logs))[:, None]).to(dtype)
+        y = tl.dot(inverse, weighted).to(dtype)
+        tl.store(y_ptr + (token[:, None] * H + head) * N + n[None, :], y, mask=key_mask)
+        for column in tl.static_range(0, V, BLOCK_V):
+            c = column + tl.arange(0, BLOCK_V)[None, :]
+            mask = real[:, None] & (c < V)
+            v = tl.load(v_ptr + token[:, None] * stride_v + head * V + c, mask=mask, other=0.0)
+            u = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(dtype)).to(dtype)
+            tl.store(u_ptr + (token[:, None] * H + head) * V + c, u, mask=mask)
+
+
+@triton.jit(do_not_specialize=["spare_row", "first_seq"])
+def _delta_scan_kernel(
+    q_ptr,
+    k_ptr,
+    logs_ptr,
+    scores_ptr,
+    u_ptr,
+    y_ptr,
+    states_ptr,
+    rows_ptr,
+    starts_ptr,
+    positions_ptr,
+    out_ptr,
+    stride_row,
+    spare_row,
+    first_seq,
+    H: tl.constexpr,
+    SHARED: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    L: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All arguments before the states are what _delta_chunk_kernel wrote; q and k are normed."""
+    seq, head = first_seq + tl.program_id(0), tl.program_id(1)
+    n, c = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wait_for_inputs(PDL)
+    first, last = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    if last > first:
+        goes_on = tl.load(positions_ptr + first) > 0
+        dtype = u_ptr.dtype.element_ty
+        state_ptr = states_ptr + state_row(rows_ptr, seq, spare_row) * stride_row + head * N * V
+        at, state_mask = n[:, None] * V + c[None, :], (n < N)[:, None] & (c < V)[None, :]
+        state = tl.load(state_ptr + at, mask=state_mask & goes_on, other=0.0).to(tl.float32)
+        i = tl.arange(0, L)
+        for start in range(first, last, L):
+            t = start + i
+            real = t < last
+            token = t.to(tl.int64)[:, None]
+            key_mask, mask = real[:, None] & (n < N)[None, :], real[:, None] & (c < V)[None, :]
+            keys = token * (H // SHARED * N) + head // SHARED * N + n[None, :]
+            values = (token * H + head) * V + c[None, :]
+            y = tl.load(y_ptr + (token * H + head) * N + n[None, :], mask=key_mask, other=0.0)
+            u = tl.load(u_ptr + values, mask=mask, other=0.0).to(tl.float32)
+            q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
+            k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
+            scores = tl.load(
+                scores_ptr + (token * H + head) * L + i[None, :],
+                mask=tl.broadcast_to(real[:, None], (L, L)),
+                other=0.0,
+            )
+            logs = tl.load(logs_ptr + t.to(tl.int64) * H + head, mask=real, other=0.0)
+            total = tl.load(logs_ptr + (tl.minimum(start + L, last) - 1).to(tl.int64) * H + head)
+            rounded = state.to(dtype)
+            change = u - tl.dot(y, rounded)
+            out = tl.dot(q, rounded) * tl.exp(logs)[:, None]
+            out += tl.dot(scores, change.to(dtype))
+            tl.store(out_ptr + values, out.to(dtype), mask=mask)
+            left = (change * tl.exp(tl.minimum(total - logs, 0.0))[:, None]).to(dtype)
+            state = state * tl.exp(total) + tl.dot(tl.trans(k), left)
+        tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=state_mask)
+
+
+def gated_delta(
+    q_TKN: torch.Tensor,
+    k_TKN: torch.Tensor,
+    v_THV: torch.Tensor,
+    a_TH: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    states_RHNV: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """As reference.gated_delta."""
+    (num_tokens, num_keys, size), (_, heads, columns) = q_TKN.shape, v_THV.shape
+    for x in (q_TKN, k_TKN, v_THV):
+        assert x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == v_THV.dtype
+    assert a_TH.stride(1) == b_TH.stride(1) == 1 and heads % num_keys == 0 and states_RHNV[0].is_contiguous()
+    new = v_THV.new_empty
+    out_THV = new(num_tokens, heads, columns)
+    strides = [x.stride(0) for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH)]
+    inputs = (q_TKN, k_TKN, v_THV, a_TH, b_TH, a_log_H, dt_bias_H)
+    memory = (states_RHNV, sequences.rows_S, sequences.starts_S, sequences.positions_T, out_THV)
+    row_stride, spare_row = states_RHNV.stride(0), len(states_RHNV) - 1
+    sizes = dict(H=heads, SHARED=heads // num_keys, N=size, V=columns)
+    num_seqs = len(sequences.rows_S)
+    by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) else num_seqs
+    prompts = num_seqs - by_token
+    block = min(next_power_of_2(columns), COLUMNS)
+    if by_token:
+        _delta_token_kernel[(by_token, heads, cdiv(columns, block))](
+            *inputs,
+            *memory,
+            *strides,
+            row_stride,
+            spare_row,
+            **sizes,
+            BLOCK_N=next_power_of_2(size),
+            BLOCK_V=block,
+            num_warps=4,
+            **pdl_options(),
+        )
+    if not prompts or not num_tokens:
+        return out_THV
+    block_n, block = max(next_power_of_2(size), 16), max(block, 16)
+    normed_q, normed_k = new(num_tokens, num_keys, size), new(num_tokens, num_keys, size)
+    logs_TH = new((num_tokens, heads), dtype=torch.float32)
+    scores_THL, u_THV, y_THN = (new(num_tokens, heads, last) for last in (CHUNK, columns, size))
+    _delta_chunk_kernel[(max_chunks(num_tokens, prompts, CHUNK), heads)](
+        *inputs,
+        sequences.starts_S,
+        normed_q,
+        normed_k,
+        logs_TH,
+        scores_THL,
+        u_THV,
+        y_THN,
+        *strides,
+        by_token,
+        prompts,
+        **sizes,
+        BLOCK_N=block_n,
+        BLOCK_V=min(max(next_power_of_2(columns), 16), 32),
+        BLOCK_S=next_power_of_2(prompts),
+        L=CHUNK,
+        num_warps=8,
+        **pdl_options(),
+    )
+    _delta_scan_kernel[(prompts, heads, cdiv(columns, block))](
+        normed_q,
+        normed_k,
+        logs_TH,
+        scores_THL,
+        u_THV,
+        y_THN,
+        *memory,
+        row_stride,
+        spare_row,
+        by_token,
+        **sizes,
+        BLOCK_N=block_n,
+        BLOCK_V=block,
+        L=CHUNK,
+        num_warps=4,
+        num_stages=2,
+        **pdl_options(),
+    )
+    return out_THV

@@ -1,0 +1,53 @@
+"""The kernels of recurrent layers compile for sm_80 and sm_90 in the sizes that published models bring, fit in
+shared memory and keep to their registers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from triton_compile import check_kernels
+
+from shoal.kernels import triton_ops
+from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, make_sequences, mamba_inputs
+
+LAUNCHES: dict[str, Callable[[], object]] = {}
+BF16 = torch.bfloat16
+DELTA = {"qwen3.5-9b": Heads(16, 32, 128, 128), "qwen3.5-0.8b on two ranks": Heads(8, 8, 128, 128)}
+MAMBA = {"granite-4-h-small": Heads(1, 128, 128, 64), "nemotron-3-nano": Heads(8, 64, 128, 64)}
+
+
+def launch(op: str, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    sequences, rows = make_sequences("decodes beside prompts")
+    if op == "gated_delta":
+        triton_ops.gated_delta(**delta_inputs(sequences, rows, heads, dtype, state_dtype))
+    else:
+        triton_ops.mamba2(**mamba_inputs(sequences, rows, heads, dtype, state_dtype))
+
+
+for op, models in (("gated_delta", DELTA), ("mamba2", MAMBA)):
+    for name, heads in models.items():
+        for dtype, state_dtype in ((BF16, torch.float32), (BF16, BF16), (torch.float32, torch.float32)):
+            LAUNCHES[f"{op} {name} {dtype} {state_dtype}"] = lambda case=(op, heads, dtype, state_dtype): (
+                launch(*case)
+            )
+
+
+def conv(channels: int, width: int, bias: bool) -> None:
+    sequences, rows = make_sequences("decodes beside prompts")
+    triton_ops.causal_conv(**conv_inputs(sequences, rows, channels, width, bias, BF16))
+
+
+for case in ((8192, 4, False), (6144, 4, True), (2048, 3, False)):
+    LAUNCHES[f"causal_conv {case}"] = lambda case=case: conv(*case)
+for size, width in ((128, 4096), (512, 4096), (8192, 8192)):
+    x = torch.zeros(3, width, dtype=BF16)
+    for gate_first in (False, True):
+        LAUNCHES[f"gated_norm {size} {gate_first}"] = lambda x=x, size=size, first=gate_first: (
+            triton_ops.gated_norm(x, x, torch.ones(x.shape[1] if first else size), 1e-6, size, first)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_compiles(compiled, case: str) -> None:
+    check_kernels(compiled[case])
