@@ -1,5 +1,5 @@
-"""What the Triton kernels of recurrent layers share: where a chunk of a sequence lies among packed tokens,
-the state row of a sequence, and small functions of gates."""
+"""Functions that the Triton kernels of recurrent layers share: where a chunk of a sequence lies among packed
+tokens, the state row of a sequence, and small functions of gates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHUNK = 64  # tokens
 
 
 def takes_chunks(dtype: torch.dtype) -> bool:
-    """Says if prompts are computed in chunks. Matmuls of float32 in tensor cores keep 11 bits of each number,
-    or take three times as many registers as there are; so float32 is computed token by token."""
+    """Says if prompts are computed in chunks. In float32 they are computed token by token, as matmuls
+    of tensor cores either keep 11 bits of each number, or need three times the registers of a thread."""
     return dtype != torch.float32
 
 

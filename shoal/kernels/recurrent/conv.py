@@ -14,7 +14,7 @@ from shoal.kernels.recurrent.chunks import find_chunk, max_chunks, sigmoid, stat
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-PROMPT_TOKENS = 32  # of one program
+PROMPT_TOKENS = 32  # the tokens of one program
 CHANNELS = 128
 
 

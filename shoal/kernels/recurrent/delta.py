@@ -30,7 +30,7 @@ from shoal.kernels.recurrent.chunks import (
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-COLUMNS = 32  # of a state, in a program: one head of 128 x 128 keeps four processors busy
+COLUMNS = 32  # a program has this part of a state: a head of 128 x 128 keeps four processors busy
 
 
 @triton.jit
@@ -116,12 +116,10 @@ def _inverse(m, SIZE: tl.constexpr, PART: tl.constexpr):
     # Now m = diagonal^-1 (I + e), where e has parts below the diagonal alone, so its power PARTS is zero.
     below = tl.where(whole_row // PART > whole_column // PART, m, 0.0)
     e = tl.dot(diagonal, below)
-    tl.static_assert(PARTS == 2 or PARTS == 4)
-    total = tl.where(whole_row == whole_column, 1.0, 0.0) - e
-    if PARTS == 4:
-        square = tl.dot(e, e)
-        total += square - tl.dot(e, square)
-    return tl.dot(total, diagonal)
+    tl.static_assert(PARTS == 4)
+    square = tl.dot(e, e)
+    rest = square - e - tl.dot(e, square)
+    return diagonal + tl.dot(rest, diagonal)
 
 
 @triton.jit(do_not_specialize=["first_seq", "num_seqs"])
@@ -175,7 +173,6 @@ def _delta_chunk_kernel(
         gate = softplus(gate + tl.load(dt_bias_ptr + head).to(tl.float32))
         logs = tl.cumsum(tl.where(real, rate * gate, 0.0), 0)
         tl.store(logs_ptr + token * H + head, logs, mask=real)
-        beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
         decay = tl.exp(tl.minimum(logs[:, None] - logs[None, :], 0.0))
         q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
         q = (_normed(q) * (N**-0.5)).to(dtype)
@@ -189,9 +186,11 @@ def _delta_chunk_kernel(
             scores,
             mask=tl.broadcast_to(real[:, None], (L, L)),
         )
+        beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
         m = tl.dot(k, tl.trans(k)) * decay * beta[:, None]
         inverse = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), L, 16).to(dtype)
-        # Keys are read again, as the inverse needs the registers.
+        # Keys and beta are read again, as the inverse needs the registers.
+        beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
         k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
         k = _normed(k)
         weighted = (k * (beta * tl.exp(logs))[:, None]).to(dtype)

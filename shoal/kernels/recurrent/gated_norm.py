@@ -11,7 +11,7 @@ from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import sigmoid
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-ELEMENTS = 1024  # of a program, where parts are smaller
+ELEMENTS = 1024  # a program has as many, where parts are smaller
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -20,7 +20,7 @@ from shoal.kernels.recurrent.chunks import CHUNK, softplus, state_row, takes_chu
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-ROWS = 32  # of a state, in a program
+ROWS = 32  # a program has this part of a state
 
 
 @triton.jit(do_not_specialize=["spare_row"])

@@ -50,4 +50,6 @@ for size, width in ((128, 4096), (512, 4096), (8192, 8192)):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles(compiled, case: str) -> None:
-    check_kernels(compiled[case])
+    # Two registers of the kernel that inverts chunks may be spilled on an A100, once, outside of loops.
+    check_kernels(compiled[case], max_spilled=8)
+    assert not any(kernel.spills_in_loops for kernel in compiled[case])
