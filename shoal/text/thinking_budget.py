@@ -30,8 +30,12 @@ class ThinkingBudget:
     token_bytes: Mapping[int, bytes]
 
     @classmethod
-    def of(cls, limit: int, thoughts: Thoughts, start: Start, tokenizer: Tokenizer) -> ThinkingBudget:
-        end_ids = tokenizer.encode(thoughts.forced or thoughts.close, add_special_tokens=False)
+    def of(
+        cls, limit: int, thoughts: Thoughts, start: Start, tokenizer: Tokenizer, *, calls: bool = False
+    ) -> ThinkingBudget:
+        """calls: a grammar wants a call after the reasoning, so no words can be begun."""
+        end = thoughts.close + thoughts.turn if calls else thoughts.forced or thoughts.close
+        end_ids = tokenizer.encode(end, add_special_tokens=False)
         return cls(limit, thoughts, start, tuple(end_ids), tokenizer.token_bytes)
 
     async def generate(

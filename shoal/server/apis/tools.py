@@ -314,7 +314,8 @@ class AnswerFormat:
         thoughts = self._expected.thoughts
         if limit is None or limit < 0 or thoughts is None or tokenizer is None:
             return None
-        return ThinkingBudget.of(limit, thoughts, self._expected.start, tokenizer)
+        start, calls = self._expected.start, self.plan.is_enforced
+        return ThinkingBudget.of(limit, thoughts, start, tokenizer, calls=calls)
 
     def parser(self, is_whole: bool) -> AnswerParser:
         """Returns a new parser for one answer, whose text comes whole or as a stream."""

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from shoal.engine.scheduling.grammar import Grammars
-from shoal.sampling_params import StructuredOutputsParams
-from shoal.server.apis.tools import whole
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
+from shoal.server.apis.tools import AnswerFormat, ToolPlan, whole
 from shoal.text.formats.registry import BY_NAME, FORMATS
 from shoal.text.grammar.call_grammar import call_grammar, text_and_calls
 from shoal.text.reading.reader import Expected, Reader
@@ -165,6 +165,23 @@ def test_calls_follow_the_reasoning(name, grammars, tokenizer):
         num_thoughts += bool(answer.reasoning)
         jsonschema.validate(json.loads(answer.calls[0].arguments), SCHEMAS["numbers"])
     assert num_thoughts
+
+
+@pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
+def test_a_budget_ends_the_reasoning_before_a_required_call(form, grammars, tokenizer):
+    """Regression: the budget of gpt-oss began the answer's words, which the grammar of a call refuses."""
+    thoughts = form.thoughts or (BRACKETS if form.name == "mistral" else THINK)
+    schemas = {"ping": SCHEMAS["ping"]}
+    plan = ToolPlan("required", [], schemas=schemas)
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(grammar=call_grammar(form.syntaxes, schemas, False))
+    )
+    answer = AnswerFormat(plan, form.name, thoughts.name, "", params)
+    budget = answer.budget(3, tokenizer)
+    begun = [*tokenizer.encode(f"{thoughts.open}Hm", add_special_tokens=False), *budget.end_ids]
+    grammar = grammars.start(params.structured_outputs, begun, True).result()
+    call = written(grammars, tokenizer, params.structured_outputs.grammar, 1)
+    assert all(grammar.accept(i) for i in tokenizer.encode(call, add_special_tokens=False)), grammar.error
 
 
 def test_an_opening_of_reasoning_that_is_spelled_in_letters_is_not_allowed():
