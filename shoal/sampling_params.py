@@ -34,7 +34,6 @@ NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "extra_args": (None, {}),
-    "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, []),
@@ -188,6 +187,9 @@ class SamplingParams:
     )
     skip_reading_prefix_cache: bool = option(
         False, "compute every prompt token, even if its KV is cached", section="execution"
+    )
+    thinking_token_budget: int | None = option(
+        None, "most tokens of reasoning in an answer, which goes on after them; -1: no limit", low=-1
     )
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from shoal.outputs import (
     RequestOutput,
 )
 from shoal.text.answer import Answer, add_to
+from shoal.text.thinking_budget import LimitedRequest, ThinkingBudget
 from shoal.text.tokenizer import Tokenizer
 
 
@@ -40,6 +41,10 @@ class SequenceAnswer:
     def finished(self) -> bool:
         return self.completion.finish_reason is not None
 
+    def moves_on(self) -> bool:
+        """True if `request` is another one now, which continues the answer."""
+        return False
+
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         return self._answer.prompt_logprobs
@@ -59,6 +64,33 @@ class SequenceAnswer:
         if self.metrics is not None and output.token_ids:
             self.metrics.count(len(output.token_ids), output.queued_seconds, time.monotonic())
         return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
+
+
+class LimitedAnswer(SequenceAnswer):
+    """An answer whose reasoning ends after a number of tokens. `request` is what the engine runs."""
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        metrics: RequestMetrics | None,
+        budget: ThinkingBudget,
+    ) -> None:
+        super().__init__(index, request, tokenizer, metrics)
+        self._limited = LimitedRequest(budget, request)
+        self.moves_on()
+
+    def push(self, output: Output) -> str | None:
+        return super().push(self._limited.push(output))
+
+    def moves_on(self) -> bool:
+        """True if the budget is spent: then the end of reasoning is added, and `request` is the next one."""
+        if self.finished or not self._limited.is_spent:
+            return False
+        super().push(self._limited.end())
+        self.request = self._limited.current
+        return True
 
 
 class EmbeddingAnswer:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from shoal.api import check_sleep
 from shoal.config import DEFAULT_MODEL, EngineConfig
-from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, SequenceAnswer
+from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, LimitedAnswer, SequenceAnswer
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.engine.step_part import PartBuilder
@@ -27,7 +27,9 @@ from shoal.option_fields import described
 from shoal.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from shoal.sampling_params import BeamSearchParams, SamplingParams, sampling_defaults
 from shoal.stats import MemoryReport, Stats
+from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose_thoughts
 from shoal.text.request_builder import RequestBuilder
+from shoal.text.thinking_budget import ThinkingBudget
 from shoal.text.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
 
@@ -485,11 +487,32 @@ class LLM:
             cache_salt=salt,
         )
         metrics = RequestMetrics(time.time(), time.monotonic()) if self._keeps_times else None
+        budget = self._budget(text, ids, params)
         answers = [
             SequenceAnswer(i, request, self.tokenizer, metrics if i == 0 else None)
+            if budget is None
+            else LimitedAnswer(i, request, self.tokenizer, metrics if i == 0 else None, budget)
             for i, request in enumerate(requests)
         ]
         return AnswerGroup(str(number), text, ids, answers)
+
+    def _budget(self, text: str | None, ids: list[int], params: SamplingParams) -> ThinkingBudget | None:
+        """Returns the bound of reasoning in the answers to a prompt; None for no bound."""
+        limit = params.thinking_token_budget
+        if limit is None or limit < 0:
+            return None
+        tokenizer = self.get_tokenizer()
+        name = choose_thoughts(tokenizer.chat_template or "")
+        if name == "none":
+            raise RequestError(
+                "thinking_token_budget needs a chat template with marks of reasoning that Shoal knows; leave "
+                "it out, or give a chat_template with them",
+                field="thinking_token_budget",
+            )
+        thoughts = THOUGHTS_BY_NAME[name]
+        if text is None:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+        return ThinkingBudget.of(limit, thoughts, thoughts.start_of(text), tokenizer)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, ids, cache salt) of one prompt."""
@@ -528,12 +551,16 @@ class LLM:
                 self._drop_abandoned()
                 for group in groups:
                     for answer in group.answers:
-                        self.core.add(answer.request)
-                        self._answers[answer.request.request_id] = answer
+                        if not answer.finished:
+                            self._start(answer)
         except BaseException:
             self._drop(groups)
             raise
         return groups
+
+    def _start(self, answer: SequenceAnswer | EmbeddingAnswer) -> None:
+        self.core.add(answer.request)
+        self._answers[answer.request.request_id] = answer
 
     def _drop(self, groups: Sequence[AnswerGroup | EmbeddingAnswer]) -> None:
         """Forgets finished answers and aborts the others. A stream without a reference is closed wherever
@@ -560,8 +587,15 @@ class LLM:
             )
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
-            if answer is not None and (stop := answer.push(output)) is not None:
+            if answer is None:
+                continue
+            if (stop := answer.push(output)) is not None:
                 self.core.finish(output.request_id, stop)
+            if isinstance(answer, SequenceAnswer) and answer.moves_on():
+                self.core.abort(output.request_id)
+                del self._answers[output.request_id]
+                if not answer.finished:
+                    self._start(answer)
         if not self.core.has_work:
             self.core.tick()
 

@@ -42,47 +42,72 @@ class ThinkingBudget:
         self, engine_generate: Callable[[Request], AsyncGenerator[Output, None]], request: Request
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of the request within the budget. Closing it early aborts the request."""
-        counter = ThoughtCounter(self)
-        answer = list(request.output_token_ids)
-        current, number, is_first = request, 0, True
+        limited = LimitedRequest(self, request)
         held: Output | None = None  # an end that is due at once waits for the engine's first output
         while True:
-            if counter.is_spent:
-                end = self._end(request, answer)
-                counter.close()
-                answer += end.token_ids
-                if is_first and end.finish_reason is None:
+            if limited.is_spent:
+                end = limited.end()
+                if not limited.has_run and end.finish_reason is None:
                     held = end
                 else:
                     yield end
                 if end.finish_reason is not None:
                     return
-                number += 1
-                current = _continuation(request, answer, number, has_run=not is_first)
+            current = limited.current
             async with contextlib.aclosing(engine_generate(current)) as outputs:
                 async for output in outputs:
                     request.worker, request.prefill_worker = current.worker, current.prefill_worker
-                    output = _cut(output, counter.push(output.token_ids))
-                    answer += output.token_ids
-                    output.request_id = request.request_id
-                    if not is_first:  # the first request has reported its own
-                        output.num_cached_tokens, output.spans = 0, None
+                    output = limited.push(output)
                     if held is not None:
                         output, held = _joined(held, output), None
                     yield output
                     if output.finish_reason is not None:
                         return
-                    if counter.is_spent:
+                    if limited.is_spent:
                         break
                 else:
                     return
-            is_first = False
 
-    def _end(self, request: Request, answer: Sequence[int]) -> Output:
-        """Returns the tokens that end reasoning, as far as max_tokens allows."""
-        ids, finish = list(self.end_ids), None
+
+class LimitedRequest:
+    """A request within a budget: `current` is what the engine runs. Once the budget is spent, `end` gives the
+    tokens that end the reasoning, and `current` is the request that continues after them."""
+
+    def __init__(self, budget: ThinkingBudget, request: Request) -> None:
+        self._budget, self._request = budget, request
+        self._counter = ThoughtCounter(budget)
+        self._answer = list(request.output_token_ids)
+        self._number = 0
+        self._first = self.current = request  # the first one reports the prompt's own figures
+        self.has_run = False
+
+    @property
+    def is_spent(self) -> bool:
+        """True if the reasoning must end now."""
+        return self._counter.is_spent
+
+    def push(self, output: Output) -> Output:
+        """Returns an output of `current` as one of the request, up to the end of the budget."""
+        self.has_run = True
+        output = _cut(output, self._counter.push(output.token_ids))
+        self._answer += output.token_ids
+        output.request_id = self._request.request_id
+        if self.current is not self._first:
+            output.num_cached_tokens, output.spans = 0, None
+        return output
+
+    def end(self) -> Output:
+        """Returns the tokens that end reasoning, as far as max_tokens allows, and moves `current` on."""
+        request, answer = self._request, self._answer
+        ids, finish = list(self._budget.end_ids), None
         if (most := request.params.max_tokens) is not None and len(answer) + len(ids) >= most:
             ids, finish = ids[: most - len(answer)], FinishReason.LENGTH
+        self._counter.close()
+        answer += ids
+        self._number += 1
+        self.current = _continuation(request, answer, self._number, has_run=self.has_run)
+        if not self.has_run:
+            self._first = self.current
         logprobs = None if request.params.logprobs is None else [{i: Logprob(CERTAIN, 1)} for i in ids]
         return Output(request.request_id, ids, logprobs, finish_reason=finish)
 

@@ -44,7 +44,6 @@ def test_values_that_ask_for_nothing_are_taken():
         ("truncate_prompt_tokens", 5),
         ("flat_logprobs", True),
         ("logprob_token_ids", [1]),
-        ("thinking_token_budget", 10),
         ("repetition_detection", {"min_count": 2}),
         ("extra_args", {"a": 1}),
         ("best_of", 2),
