@@ -180,7 +180,7 @@ def write(
     tiny.write_tokenizer(folder)
     stored, unpacked = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
             stored[name] = unpacked[name] = weight
             continue
         parts, unpacked[name] = quantize(weight)

@@ -303,6 +303,15 @@ FAMILIES = {
     "gemma4-shared": WIDE | dict(global_head_dim=128, hidden_size_per_layer_input=128),
     "gemma4-experts": WIDE | dict(global_head_dim=128, moe_intermediate_size=128),
     "ministral3": WIDE,
+    "qwen3.5": WIDE
+    | dict(
+        head_dim=128,
+        linear_key_head_dim=64,
+        linear_num_key_heads=2,
+        linear_value_head_dim=64,
+        linear_num_value_heads=4,
+    ),
+    "lfm2": WIDE | dict(block_auto_adjust_ff_dim=False),
 }
 
 
