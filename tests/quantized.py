@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
@@ -59,6 +61,11 @@ SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
         ),
         None,
     ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True),
+        None,
+    ),
     "fp8-channel": ("float-quantized", FP8 | dict(strategy="channel"), TOKEN),
     "fp8-tensor": ("float-quantized", FP8 | dict(strategy="tensor"), TOKEN),
     "fp8-static": ("float-quantized", FP8 | dict(strategy="tensor"), STATIC),
@@ -70,7 +77,7 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     format, weights, inputs = SCHEMES[kind]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     args = scheme.weights
-    size = args.group_size if args.strategy == "group" else weight.shape[1]
+    size = args.group_size if "group" in args.strategy else weight.shape[1]
     groups = weight.unflatten(1, (-1, size))
     if args.strategy == "tensor":
         groups = weight.view(1, 1, -1)
@@ -78,11 +85,20 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     if args.strategy == "tensor":
         scale, zero = scale.view(1), zero.view(1)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    if kind == "nvfp4":
+        # a power of two, so that one over it is exact
+        most = generate_gparam(weight.amin(), weight.amax()).log2().floor().exp2()
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=most)
+        state = {"weight": weight, "weight_scale": scale, "weight_global_scale": most.view(1)}
     compressor = BaseCompressor.load_from_registry(format)
     stored = compressor.compress(state, scheme)
     stored = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
     if inputs is STATIC:
         stored["input_scale"] = torch.tensor([0.01])
+    if kind == "nvfp4":  # it unpacks to bfloat16 by default
+        quants = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+        most = stored["weight_global_scale"]
+        return stored, dequantize(quants, stored["weight_scale"].float(), args=args, global_scale=most)
     return stored, compressor.decompress(stored, scheme)["weight"]
 
 
@@ -95,6 +111,19 @@ def blocks_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     of_each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:outs, :inputs]
     data = (weight / of_each).to(torch.float8_e4m3fn)
     return {"weight": data, "weight_scale_inv": scales}, data.float() * of_each
+
+
+def nvfp4_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As NVIDIA's ModelOpt stores a matrix: the factor of all scales itself, where compressed-tensors has one over
+    it."""
+    stored, unpacked = compress(weight, "nvfp4")
+    tensors = {
+        "weight": stored["weight_packed"],
+        "weight_scale": stored["weight_scale"],
+        "weight_scale_2": 1 / stored["weight_global_scale"].view(()),
+        "input_scale": torch.tensor(0.01),
+    }
+    return tensors, unpacked
 
 
 def whole_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -135,7 +164,7 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
 
 
-BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8}
+BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-modelopt": nvfp4_of_modelopt}
 
 
 def config_of(kind: str) -> dict:
@@ -144,6 +173,8 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
     if kind in BY_INPUTS:
         return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
+    if kind == "nvfp4-modelopt":
+        return dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"])
     if kind == "fp8-whole":
         return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":

@@ -18,6 +18,7 @@ from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.weight_format import WeightFormat
 
@@ -27,6 +28,8 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     GGUFTensor: {"cpu": "shoal.kernels.cpu.linear", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Int4Tensor: {"cpu": "shoal.kernels.cpu.int4", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Mxfp4Tensor: {"cpu": "shoal.kernels.cpu.mxfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
+    # A GPU has no kernel for it yet.
+    Nvfp4Tensor: {"cpu": "shoal.kernels.cpu.nvfp4"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
 EXPERT_ROWS = 16  # Outputs per tile in memory (gpu_weight.py). A tile belongs to one expert.

@@ -103,7 +103,7 @@ def _parts(
     outs = int(by_expert) + int(turned)  # the dimension of outputs
     if parameter in BY_COLUMNS and not by_expert:  # gpt-oss' experts have scales, too
         outs = len(shape) - 1
-    if parameter in WHOLE or (shape == (1,) and parameter.endswith(("scale", "scale_inv"))):
+    if parameter in WHOLE or (shape == (1,) and parameter.endswith(("scale", "scale_inv", "scale_2"))):
         for part in stack.parts:
             yield Part(f"{layer}{part}.{parameter}", shape, lambda tensor: tensor)
         return

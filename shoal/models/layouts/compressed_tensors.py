@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
+NVFP4 = "nvfp4-pack-quantized"  # nvfp4.py
 # What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 
-def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
+def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     """Returns the quantization of the weights, the same for all of them. None: another format."""
-    choice(fields, "format", (INT4, FP8, MXFP4))
+    choice(fields, "format", (INT4, FP8, MXFP4, NVFP4))
     if fields.get("format") != format:
         return None
     choice(fields, "quantization_status", (None, "compressed"))
@@ -61,6 +62,9 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
         if not isinstance(activations, dict):
             raise CheckpointError(f"{own.where}: input_activations {activations!r:.80} is not an object")
         inputs = ConfigFields(activations, f"{own.where}: input_activations")
+        if format == NVFP4:
+            choice(inputs, "num_bits", (4,))
+            continue
         if choice(inputs, "dynamic", (True, False) if format == FP8 else (True,)) is False:
             choice(inputs, "strategy", ("tensor",))
         choice(inputs, "type", ("float",))
@@ -69,7 +73,7 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
 
 
 def read_int4(fields: ConfigFields) -> Quantization | None:
-    weights = _weights(fields, INT4)
+    weights = read_weights(fields, INT4)
     if weights is None:
         return None
     choice(weights, "num_bits", (4,))
@@ -116,7 +120,7 @@ def join_int4(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
 
 
 def read_fp8(fields: ConfigFields) -> Quantization | None:
-    weights = _weights(fields, FP8)
+    weights = read_weights(fields, FP8)
     if weights is None:
         return None
     choice(weights, "num_bits", (8,))
@@ -170,7 +174,7 @@ def fp8_zeros(outs: int, inputs: int, quantization: Quantization, device: torch.
 
 
 def read_mxfp4(fields: ConfigFields) -> Quantization | None:
-    weights = _weights(fields, MXFP4)
+    weights = read_weights(fields, MXFP4)
     if weights is None:
         return None
     choice(weights, "num_bits", (4,))

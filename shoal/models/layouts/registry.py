@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
-from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, mxfp4
+from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, mxfp4, nvfp4
 from shoal.models.layouts.layout import Layout
 
 LAYOUTS = (
@@ -14,6 +14,8 @@ LAYOUTS = (
     compressed_tensors.INT4_LAYOUT,
     compressed_tensors.FP8_LAYOUT,
     compressed_tensors.MXFP4_LAYOUT,
+    nvfp4.PACKED_LAYOUT,
+    nvfp4.MODELOPT_LAYOUT,
     fp8_blocks.LAYOUT,
     mxfp4.LAYOUT,
 )

@@ -11,6 +11,7 @@ from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
@@ -51,11 +52,17 @@ def mxfp4_tensor(rows: int) -> QuantizedTensor:
     return Mxfp4Tensor.of(quants, torch.randint(122, 128, (rows, INPUTS // 32), dtype=torch.uint8))
 
 
+def nvfp4_tensor(rows: int) -> QuantizedTensor:
+    quants = torch.randint(0, 256, (rows, INPUTS // 2), dtype=torch.uint8)
+    return Nvfp4Tensor.of(quants, torch.rand(rows, INPUTS // 16))
+
+
 MAKERS = {
     "plain": plain_tensor,
     "GGUFTensor": gguf_tensor,
     "Int4Tensor": int4_tensor,
     "Mxfp4Tensor": mxfp4_tensor,
+    "Nvfp4Tensor": nvfp4_tensor,
     "Fp8Tensor": fp8_tensor,
 }
 

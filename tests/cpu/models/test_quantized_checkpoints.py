@@ -364,6 +364,13 @@ def test_a_gpu_keeps_weights_of_4_bits_unless_a_dtype_is_named(kind, tmp_path, a
     assert not resolve_config(named, model, 1000).keep_quantized
 
 
+def test_a_gpu_unpacks_nvfp4(tmp_path, a_gpu):
+    quantized.write(tmp_path, "nvfp4")
+    model = CheckpointFiles(tmp_path).config
+    assert not resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
+    assert resolve_config(EngineConfig(model="m", device="cpu"), model, 1000).keep_quantized
+
+
 def scheme(**fields: object) -> dict:
     """A change of the only group of a config."""
     weights = quantized.SCHEMES["int4"][1]
