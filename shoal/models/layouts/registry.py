@@ -15,9 +15,9 @@ LAYOUTS = (
     compressed_tensors.FP8_LAYOUT,
     compressed_tensors.MXFP4_LAYOUT,
     nvfp4.PACKED_LAYOUT,
-    nvfp4.MODELOPT_LAYOUT,
     fp8_blocks.LAYOUT,
     mxfp4.LAYOUT,
+    nvfp4.MODELOPT_LAYOUT,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 
