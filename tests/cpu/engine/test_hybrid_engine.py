@@ -122,6 +122,12 @@ def test_another_engine_goes_on_from_a_disk(name, build, tmp_path):
     assert ask(other, turn)[1] == 0
 
 
+def test_a_prompt_of_which_all_but_the_last_token_is_found_begins_as_a_decode(name, build):
+    core, prompt = build(name), numbers(97, 0)
+    expected = ask(core, prompt)[0]
+    assert ask(core, prompt)[:2] == (expected, 96)
+
+
 def test_what_is_computed_again_for_want_of_a_state_is_reported(name, build):
     core, system = build(name), numbers(83, 0)
     said = [ask(core, system + numbers(30, i))[1:] for i in range(1, 4)]
