@@ -33,7 +33,7 @@ class ThinkingBudget:
     def of(
         cls, limit: int, thoughts: Thoughts, start: Start, tokenizer: Tokenizer, *, calls: bool = False
     ) -> ThinkingBudget:
-        """calls: a grammar wants a call after the reasoning, so no words can be begun."""
+        """calls: a grammar allows a call after the reasoning, so the answer's words are not begun."""
         end = thoughts.close + thoughts.turn if calls else thoughts.forced or thoughts.close
         end_ids = tokenizer.encode(end, add_special_tokens=False)
         return cls(limit, thoughts, start, tuple(end_ids), tokenizer.token_bytes)

@@ -86,6 +86,7 @@ class ToolPlan:
     # The arguments' schema of each tool that may be called, by the tool's name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_limited: bool = False  # a call of any other tool counts as text
+    is_either: bool = False  # a grammar allows calls and the answer's own format
     is_strict: bool = False  # a call that the model decides to make follows its schema
     structured: StructuredOutputsParams | None = None  # the grammar that enforces "required" and "named"
     thinks: bool = True  # False: a grammar holds from the answer's first token on, so there is no reasoning
@@ -101,9 +102,10 @@ class ToolPlan:
         """Sets the request's grammar to the plan's, combined with the format that the request has. parser,
         reasoning_parser: the model's. names: see Exchange."""
         form = params.structured_outputs
+        thoughts = THOUGHTS_BY_NAME.get(reasoning_parser)
         if self.mode == "auto":
             if self.schemas and form is not None and (form.json is not None or form.json_object):
-                params.structured_outputs = self._call_or(form, parser)
+                params.structured_outputs = self._call_or(form, parser, thoughts)
             elif self.is_strict and form is None:
                 written = form_of(parser)
                 tag = text_and_calls(written.syntaxes, self.schemas, self.parallel, written.openings)
@@ -114,22 +116,29 @@ class ToolPlan:
             closes = form.disable_additional_properties if form is not None else None
             params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
             names["structured_outputs"] = names.get("tools", "tools")
-        thoughts = THOUGHTS_BY_NAME.get(reasoning_parser)
         self.thinks = params.structured_outputs is None or (
             thoughts is not None and (not self.is_enforced or bool(form_of(parser).syntaxes))
         )
 
-    def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
+    def _call_or(
+        self, form: StructuredOutputsParams, parser: str, thoughts: Thoughts | None
+    ) -> StructuredOutputsParams:
         """Returns a grammar for either calls in the parser's format or JSON of `form`; for JSON alone if the
         calls of the parser have no grammar."""
         syntaxes = form_of(parser).syntaxes
         if not syntaxes:
             return form
         calls = {"type": "grammar", "grammar": call_grammar(syntaxes, self.schemas, self.parallel)}
-        either = {
-            "type": "or",
-            "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)],
-        }
+        answer = _json_part({"type": "object"} if form.json_object else form.json)
+        if (
+            thoughts is not None and thoughts.turn
+        ):  # a call and the words are messages with headers of their own
+            head = (thoughts.words or thoughts.forced.removeprefix(thoughts.close)).removeprefix(
+                thoughts.turn
+            )
+            answer = {"type": "sequence", "elements": [{"type": "const_string", "value": head}, answer]}
+        either = {"type": "or", "elements": [calls, answer]}
+        self.is_either = True
         return replace(
             form, json=None, json_object=None, structural_tag={"type": "structural_tag", "format": either}
         )
@@ -295,7 +304,7 @@ class AnswerFormat:
     ) -> None:
         """Lets reasoning precede what the grammar constrains."""
         gap = thoughts.words or thoughts.forced.removeprefix(thoughts.close)
-        if self.plan.is_enforced:
+        if self.plan.is_enforced or self.plan.is_either:
             gap = thoughts.turn
         start = self._expected.start
         if start is not Start.BEHIND:
@@ -314,7 +323,7 @@ class AnswerFormat:
         thoughts = self._expected.thoughts
         if limit is None or limit < 0 or thoughts is None or tokenizer is None:
             return None
-        start, calls = self._expected.start, self.plan.is_enforced
+        start, calls = self._expected.start, self.plan.is_enforced or self.plan.is_either
         return ThinkingBudget.of(limit, thoughts, start, tokenizer, calls=calls)
 
     def parser(self, is_whole: bool) -> AnswerParser:

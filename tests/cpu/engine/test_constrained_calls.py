@@ -108,8 +108,10 @@ def grammars(tokenizer):
 def written(grammars, tokenizer, text, number, reasoning=None, most=6000):
     """Returns a text that a sampler writes which draws each token that the grammar allows with the same
     probability."""
-    given = {"grammar": text} if isinstance(text, str) else {"structural_tag": text}
-    grammar = grammars.start(StructuredOutputsParams(**given, reasoning=reasoning), (), True).result()
+    if not isinstance(text, StructuredOutputsParams):
+        given = {"grammar": text} if isinstance(text, str) else {"structural_tag": text}
+        text = StructuredOutputsParams(**given, reasoning=reasoning)
+    grammar = grammars.start(text, (), True).result()
     drawn, ids = random.Random(number), []
     row = SimpleNamespace(grammar=grammar, allowed=None, banned=None)
     while not grammar.ended:
@@ -165,6 +167,26 @@ def test_calls_follow_the_reasoning(name, grammars, tokenizer):
         num_thoughts += bool(answer.reasoning)
         jsonschema.validate(json.loads(answer.calls[0].arguments), SCHEMAS["numbers"])
     assert num_thoughts
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "openai", "gemma4", "muse_glimmer"])
+def test_an_answer_beside_a_format_is_a_call_or_in_the_format(name, grammars, tokenizer):
+    """Regression: after reasoning, gpt-oss and Muse had the header of words before a call, which was text then."""
+    form = BY_NAME[name]
+    thoughts = form.thoughts or (BRACKETS if name == "mistral" else THINK)
+    plan = ToolPlan("auto", [], schemas={"ping": SCHEMAS["ping"]}, parallel=False)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=PAIR))
+    plan.constrain(params, name, thoughts.name, {})
+    answer_format = AnswerFormat(plan, name, thoughts.name, "", params)
+    kinds = set()
+    for number in range(24):
+        text = written(grammars, tokenizer, params.structured_outputs, number)
+        answer = whole(answer_format.parser(True).push(text, "stop"))
+        assert len(answer.calls) == (not answer.content.strip()), text
+        if answer.content.strip():
+            jsonschema.validate(json.loads(answer.content), PAIR)
+        kinds.add((bool(answer.reasoning), bool(answer.calls)))
+    assert {True, False} == {calls for _, calls in kinds} and (True, True) in kinds
 
 
 @pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
