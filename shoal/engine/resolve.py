@@ -39,7 +39,7 @@ TOKENS_OF_SHORT_SEQ = 256
 ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
-DRAFTERS: tuple[str, ...] = ()  # methods of speculation for which engine/runner/ has a drafter
+DRAFTERS: tuple[str, ...] = ("ngram",)  # methods of speculation for which engine/runner/ has a drafter
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -105,7 +105,7 @@ def resolve_config(
         **(options | filled_in),
         keep_quantized=keep_quantized,
         quantizes_weights=quantizes,
-        speculative=_speculation(config, model),
+        speculative=_speculation(config, model, gpu),
     )
     plan = plan_cache(resolved, model)
     _check_recurrent(resolved, model)
@@ -122,14 +122,20 @@ def resolve_config(
     return resolved
 
 
-def _speculation(config: EngineConfig, model: ModelConfig) -> SpeculativeConfig | None:
+def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
     """Returns what speculation may do. Raises ConfigError for a method without a drafter."""
     options = config.speculative_config
+    has_states = any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
     if options is not None and options.method == "auto":
-        has_states = any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
-        if has_states or "ngram" not in DRAFTERS:
+        if has_states or gpu:
             return None
         options = dataclasses.replace(options, method="ngram")
+    if options is not None and (has_states or gpu):
+        where = f"for {config.model}, whose states can't be taken back" if has_states else "on a GPU"
+        raise ConfigError(
+            f"speculative_config must be unset {where} in this release, got method {options.method!r}; leave "
+            "it out: answers are the same"
+        )
     if options is not None and options.method not in DRAFTERS:
         lacks = {"mtp": f"no head of {config.model} is read", "eagle3": "no draft head is read"}
         raise ConfigError(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from shoal.api import Output
 from shoal.config import ResolvedConfig
+from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.pause_state import PauseState
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
@@ -134,6 +135,7 @@ class StepLoop:
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
         several = self.ranks.size > 1
+        drafts = None if runner.drafting is None else DraftSender(runner.layout, runner.max_model_len)
         return BatchBuilder(
             runner.layout,
             runner.cache.plan.groups[0].block_size,
@@ -141,6 +143,7 @@ class StepLoop:
             runner.mixed_shapes,
             runner.whole_row_sizes,
             splits_sampling=several,
+            drafts=drafts,
         )
 
     def _complete(self, step: InFlight) -> list[Output]:

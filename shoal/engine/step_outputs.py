@@ -52,7 +52,7 @@ def outputs_of(
         )
         outputs.append(output)
         if seq.request.embed:
-            output.embedding = embeddings[sampled.sample]
+            output.embedding = embeddings[result.first_row(sampled.sample)]
             continue
         output.token_ids = sampled.token_ids
         if result.reports:
@@ -61,7 +61,7 @@ def outputs_of(
         if sampled.finish_reason is not None:
             output.stop_reason = seq.stop_reason
         if logprobs is not None and params.logprobs is not None:
-            first = sampled.sample * result.queries
+            first = result.first_row(sampled.sample)
             output.logprobs = [
                 token_logprobs(logprobs, first + i, token_id, params.logprobs)
                 for i, token_id in enumerate(sampled.token_ids)

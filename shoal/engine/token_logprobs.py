@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal.api import Logprob, TokenLogprobs
-from shoal.engine.runner.batch import num_prompt_targets
 from shoal.engine.runner.logprobs import LogprobLists
+from shoal.engine.runner.sampler_options import num_prompt_targets
 from shoal.engine.scheduling.scheduler import StepPlan
 
 

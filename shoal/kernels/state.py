@@ -29,6 +29,9 @@ class Field(IntEnum):
     TOP_K = 5  # 0: off
     TOP_P = 6  # float32 bits; 1: off
     MIN_P = 7  # float32 bits; 0: off
+    # With speculation alone (kernels/drafting):
+    MAX_TOKENS = 8  # the most tokens of the row's next decode, as planned
+    NUM_DRAFTS = 9  # the tokens that are drafted after TOKEN
 
 
 class DecodeGroupField(IntEnum):

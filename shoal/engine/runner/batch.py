@@ -16,12 +16,17 @@ from enum import IntEnum
 
 import numpy as np
 
+from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.runner.decode_groups import DecodePrefixes
 from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
     RowNeeds,
     SamplerOptions,
+    encode_count,
+    more,
+    num_prompt_targets,
     pack_whole_rows,
+    prompt_sections,
     sample_options,
     start_options,
 )
@@ -66,20 +71,12 @@ class Header(IntEnum):
     WHOLE_ROWS_SIZE = 18  # the ints that describe whole rows, padding included
     STATES_SIZE = 19  # the ints that describe copies of states (state_copies.py)
     RESTORES_SIZE = 20  # how many of them describe restores
+    QUERIES = 21  # the places of each decode for tokens
+    HISTORIES_SIZE = 22  # the ints of tokens in which drafts are looked up
 
 
 HEADER_SIZE = 32
 SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the fields of a MixedShape
-
-
-def encode_count(count: int | None) -> int:
-    """Encodes a number of log-probabilities for the header: None (not requested) is 0, -1 (all) is 1."""
-    return 0 if count is None else count + 2
-
-
-def decode_count(field: int) -> int | None:
-    """Decodes the number that `encode_count` encoded."""
-    return None if field == 0 else int(field) - 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -146,6 +143,7 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
         seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
     whole_rows = int(header[Header.WHOLE_ROWS_SIZE])
     sizes = {"whole_rows": whole_rows, "states": int(header[Header.STATES_SIZE])}
+    sizes |= {"histories": int(header[Header.HISTORIES_SIZE])}
     sizes |= {"addresses": updates, "values": updates}
     if not header[Header.DECODE_ONLY]:
         sizes |= {
@@ -218,13 +216,14 @@ class BatchBuilder:
         mixed_shapes: Iterable[MixedShape] = (),
         whole_row_sizes: abc.Sequence[int] = range(1, MOST_WHOLE_ROWS + 1),
         splits_sampling: bool = False,
+        drafts: DraftSender | None = None,
     ) -> None:
         """`block_size`: the tokens of a block of the first table. `share_from`: the fewest decodes for which
         prefix groups are formed; None: never. `mixed_shapes`: shapes of the captured mixed steps, small to
         large. `whole_row_sizes`: sizes of the chunks in which whole rows are drawn, small to large.
-        `splits_sampling`: several ranks sample together."""
+        `splits_sampling`: several ranks sample together. `drafts`: None without speculation."""
         self.whole_row_sizes = whole_row_sizes
-        self.splits_sampling = splits_sampling
+        self.splits_sampling, self.drafts = splits_sampling, drafts
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size = layout, block_size
         self.prefixes = None if share_from is None else DecodePrefixes(layout, block_size, share_from)
@@ -243,11 +242,11 @@ class BatchBuilder:
         addresses: list[int] = []
         values: list[int] = []
         options = SamplerOptions()
-        sample = 0
+        sample = -1
         whole: list[tuple[int, int, int, int]] = []  # the fields of WholeRow
         num_logprobs: int | None = None
         num_prompt_logprobs: int | None = None
-        for entry in plan.scheduled:
+        for i, entry in enumerate(plan.scheduled):
             if self.rooms[entry.row] != entry.seq.room or self.owner[entry.row] != (
                 entry.seq,
                 entry.seq.num_admissions,
@@ -255,16 +254,16 @@ class BatchBuilder:
                 self._update_row(entry, addresses, values, options)
             wanted = entry.seq.request.params.prompt_logprobs
             if wanted is not None and num_prompt_targets(entry):
-                num_prompt_logprobs = _more(num_prompt_logprobs, wanted)
+                num_prompt_logprobs = more(num_prompt_logprobs, wanted)
             if entry.samples:
+                sample += plan.queries if i < plan.num_decodes else 1  # the last place of a decode
                 if entry.seq.special:
                     sample_options(entry, sample, options)
-                    num_logprobs = _more(num_logprobs, entry.seq.request.params.logprobs)
+                    num_logprobs = more(num_logprobs, entry.seq.request.params.logprobs)
                 needs, end = self.needs[entry.row], entry.start + entry.num_tokens
                 if needs.whole_row or end < needs.options_end:
                     options_row = entry.row if end < needs.options_end else -1
                     whole.append((sample, entry.row, end - 1, options_row))
-                sample += 1
         decode_only = plan.num_decodes == len(plan.scheduled)
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
         if decode_only:
@@ -272,11 +271,16 @@ class BatchBuilder:
         if self.prefixes is not None:
             self.prefixes.update(decode_rows, addresses, values)
         header = np.zeros(HEADER_SIZE, np.int32)
+        histories = np.zeros(0, np.int32)
+        if self.drafts is not None:
+            histories = self.drafts.update(plan, addresses, values)
+        header[Header.HISTORIES_SIZE] = len(histories)
         header[Header.NUM_UPDATES] = len(addresses)
         header[Header.NUM_SEQS] = len(plan.scheduled)
         header[Header.NUM_DECODES] = plan.num_decodes
         header[Header.NUM_TOKENS] = plan.num_tokens
-        header[Header.NUM_SAMPLES] = sample
+        header[Header.NUM_SAMPLES] = sample + 1
+        header[Header.QUERIES] = plan.queries
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
@@ -288,6 +292,7 @@ class BatchBuilder:
             "values": np.array(values, np.int64).astype(np.int32),
             "whole_rows": np.zeros(0, np.int32),
             "states": np.zeros(0, np.int32),
+            "histories": histories,
         }
         if whole:
             sections["whole_rows"] = pack_whole_rows(whole, self.whole_row_sizes)
@@ -298,6 +303,7 @@ class BatchBuilder:
             header[Header.STATES_SIZE] = len(sections["states"])
         if not decode_only:
             sections |= self._token_sections(plan)
+            header[Header.NUM_TOKENS] = len(sections["token_ids"])
             header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])
             sharing = bool(header[Header.NUM_DECODE_GROUPS])
             if (shape := self._captured_shape(plan, sharing, num_prompt_logprobs is not None)) is not None:
@@ -338,6 +344,8 @@ class BatchBuilder:
                     min(max(params.top_k, 0), INT32_MAX),
                     float_bits(params.top_p),
                     float_bits(params.min_p),
+                    1,
+                    0,
                 )
             )
         self.rooms[row] = seq.room
@@ -360,51 +368,32 @@ class BatchBuilder:
 
     @staticmethod
     def _token_sections(plan: StepPlan) -> dict[str, np.ndarray]:
-        """The sections that describe tokens. A decode's token is -1: the device takes it from the sequence's
-        row."""
-        entries = plan.scheduled
+        """The sections that describe tokens. A decode's tokens are -1: the device takes them from the
+        sequence's row."""
+        entries, decodes = plan.scheduled, plan.num_decodes
         rows = np.array([e.row for e in entries], np.int32)
-        starts = np.array([e.start for e in entries], np.int32)
         lens = np.array([e.num_tokens for e in entries], np.int32)
+        kv_lens = np.array([e.start for e in entries], np.int32) + lens
+        lens[:decodes] = plan.queries
         query_starts = np.zeros(len(entries) + 1, np.int32)
         np.cumsum(lens, out=query_starts[1:])
-        token_ids = np.full(plan.num_tokens, -1, np.int32)
-        for i in range(plan.num_decodes, len(entries)):
+        token_ids = np.full(query_starts[-1], -1, np.int32)
+        for i in range(decodes, len(entries)):
             first, end = entries[i].start, entries[i].start + entries[i].num_tokens
             token_ids[query_starts[i] : query_starts[i + 1]] = entries[i].seq.token_ids[first:end]
-        positions = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(starts - query_starts[:-1], lens)
-        samples = np.array([e.samples for e in entries], bool)
-        last = (query_starts[1:] - 1)[samples]
-        wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
-        prompt_logits = [np.zeros(0, np.int32)]
-        targets: list[int] = []  # the token after each prompt token whose logits are requested
-        for i in wants_prompt:
-            count, after = num_prompt_targets(entries[i]), entries[i].start + 1
-            prompt_logits.append(query_starts[i] + np.arange(count, dtype=np.int32))
-            targets.extend(entries[i].seq.token_ids[after : after + count])
+        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(kv_lens - query_starts[1:], lens)
+        samples = np.array([e.samples for e in entries[decodes:]], bool)
+        last = (query_starts[decodes + 1 :] - 1)[samples]
+        last = np.concatenate((np.arange(decodes * plan.queries, dtype=np.int32), last))
+        token_rows = np.repeat(rows, lens)
         return {
             "token_ids": token_ids,
             "positions": positions,
-            "token_rows": np.repeat(rows, lens),
+            "token_rows": token_rows,
             "rows": rows,
             "query_starts": query_starts,
-            "kv_lens": starts + lens,
+            "kv_lens": kv_lens,
             "sample_index": last,
-            "sample_rows": rows[samples],
+            "sample_rows": token_rows[last],
             "sample_positions": positions[last],
-            "prompt_logits": np.concatenate(prompt_logits),
-            "prompt_targets": np.array(targets, np.int32),
-        }
-
-
-def num_prompt_targets(entry: ScheduledSeq) -> int:
-    """Returns the number of a prefill's tokens that are followed by a token of the prompt, whose
-    log-probability they give."""
-    return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
-
-
-def _more(a: int | None, b: int | None) -> int | None:
-    """The larger of two numbers of log-probabilities, where None means none and -1 means all."""
-    if a is None or b is None:
-        return b if a is None else a
-    return -1 if -1 in (a, b) else max(a, b)
+        } | prompt_sections(entries, query_starts)

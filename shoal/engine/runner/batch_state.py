@@ -15,7 +15,8 @@ class BatchState:
     """The flat state with its parts as views, and the tensors that steps make from it. All are int32, and
     stay where they are as long as the engine lives, because graphs have captured their addresses."""
 
-    def __init__(self, layout: StateLayout, device: torch.device) -> None:
+    def __init__(self, layout: StateLayout, device: torch.device, queries: int = 1) -> None:
+        """`queries`: the most tokens of a decode in one step."""
         size = layout.num_rows
         self.flat = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self.active_B = layout.active(self.flat)
@@ -27,7 +28,7 @@ class BatchState:
         self.positions_B = torch.zeros(size, dtype=torch.int32, device=device)
         self.kv_lens_B = torch.zeros(size, dtype=torch.int32, device=device)
         # The tokens of the last step, and one that is nobody's: what is written at index -1 ends up there.
-        self.sampled_S = torch.zeros(size + 1, dtype=torch.int32, device=device)
+        self.sampled_S = torch.zeros(size * queries + 1, dtype=torch.int32, device=device)
         # In a decode step sequence i has token i.
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32, device=device)
 

@@ -3,11 +3,14 @@ ask for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.small_ops import few_threads, start_copy, upload
+from shoal.engine.runner.whole_rows import StepWholeRows
 from shoal.kernels.sampling import logprobs as rows_of_logits
 from shoal.layers.embedding import Vocabulary
 
@@ -69,3 +72,52 @@ def concatenate(parts: list[LogprobTensors]) -> LogprobTensors:
     return LogprobTensors(
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("chosen", "ranks", "top_ids", "top"))
     )
+
+
+def in_slices(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden_PD: torch.Tensor,
+    targets_P: torch.Tensor,
+    count: int,
+    head: Vocabulary,
+) -> LogprobTensors:
+    """Returns log-probabilities of the tokens that follow these hidden states. They are computed in slices of
+    rows, so that no [P, V] tensor of a long prompt is made."""
+    slices = row_slices(hidden_PD.shape[0], head.vocab_size)
+    return concatenate([logprobs(logits(hidden_PD[rows]), targets_P[rows], count, head) for rows in slices])
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A step's results on the device in addition to its tokens, for requests that need more."""
+
+    logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
+    hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
+    prompt_logprobs: LogprobTensors | None = None
+    rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
+    whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
+
+
+def more_results(
+    compute: Callable[..., LogprobTensors | None],
+    num_samples: int,
+    num_logprobs: int | None,
+    outcome: Outcome,
+    options: SamplerOptions | None,
+) -> tuple[LogprobTensors | None, LogprobTensors | None, torch.Tensor | None]:
+    """Starts the copies to the host of log-probabilities of samples and of prompts, and of embeddings.
+    `compute`: Sampler.logprobs; `num_logprobs`: how many it is asked for, or None."""
+    chosen = prompt = embeddings = None
+    if options is not None and options.embeds and outcome.hidden_SD is not None:
+        embeddings = unit_rows(outcome.hidden_SD, options.embeds)
+    if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
+        logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
+        filtered = options.filtered if options is not None else []
+        found = compute(logits_SV, rows_S, num_logprobs, outcome.whole_rows, filtered)
+        if found is not None:
+            chosen = found.to_host()
+    if outcome.prompt_logprobs is not None:
+        prompt = outcome.prompt_logprobs.to_host()
+    if embeddings is not None:
+        embeddings = start_copy(embeddings)
+    return chosen, prompt, embeddings

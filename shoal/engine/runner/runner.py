@@ -17,6 +17,7 @@ import torch
 
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
+from shoal.engine.drafting.device import Drafting
 from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
@@ -107,7 +108,13 @@ class ModelRunner:
             self.head = build_head(config, files, self.model, tp, ops, backends, in_weights)
         max_blocks = -(-self.max_model_len // plan.block_size)
         self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
-        self.state = BatchState(self.layout, self.device)
+        options = config.speculative
+        self.state = BatchState(self.layout, self.device, 1 if options is None else options.queries)
+        self.drafting: Drafting | None = None
+        if options is not None:
+            state = self.state
+            parts = state.table, state.active_B, state.sampled_S, state.block_tables
+            self.drafting = Drafting(options, ops, *parts, self.max_model_len, self.device)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all
@@ -121,7 +128,8 @@ class ModelRunner:
         # With tiers, the device's copy engines may be busy with large copies of blocks, behind which a step's
         # small copies would wait. There a kernel makes them.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
-        buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
+        num_ints = self.max_num_seqs * (1 if self.drafting is None else self.drafting.report_size)
+        buffers = StepBuffers(num_ints, self.max_num_tokens, self.device, copy)
         # Sizes of the chunks in which a step draws from whole rows, small to large.
         self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
         with self.regions.holding("kv_cache"):
@@ -157,6 +165,7 @@ class ModelRunner:
             self.layer_events,
             self.mixed_shapes,
             self.max_model_len,
+            self.drafting,
         )
         if peer_weights is None or not take_export(self.model, files, peer_weights, self.device, tp.rank):
             load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
@@ -252,6 +261,7 @@ class ModelRunner:
             self.model,
             self.head,
             self.state,
+            self.drafting,
             self.whole_rows,
             self.sampler,
             self.cache,

@@ -1,5 +1,5 @@
-"""Packs options of sampling that state rows lack (penalties, grammars, embeddings ...), for the rare steps
-with such a request. batch.py calls it."""
+"""Packs options of sampling that state rows lack (penalties, grammars, embeddings, log-probabilities), for
+the rare steps with such a request. batch.py calls it."""
 
 from __future__ import annotations
 
@@ -165,3 +165,38 @@ def _banned_now(entry: ScheduledSeq) -> list[int]:
         if at >= seq.num_prompt_tokens and tuple(seq.token_ids[at:]) == word[:-1]:
             banned.append(word[-1])
     return banned
+
+
+def encode_count(count: int | None) -> int:
+    """Encodes a number of log-probabilities for the header: None (not requested) is 0, -1 (all) is 1."""
+    return 0 if count is None else count + 2
+
+
+def decode_count(field: int) -> int | None:
+    """Decodes the number that `encode_count` encoded."""
+    return None if field == 0 else int(field) - 2
+
+
+def more(a: int | None, b: int | None) -> int | None:
+    """Returns the larger of two numbers of log-probabilities, where None means none and -1 means all."""
+    if a is None or b is None:
+        return b if a is None else a
+    return -1 if -1 in (a, b) else max(a, b)
+
+
+def num_prompt_targets(entry: ScheduledSeq) -> int:
+    """Returns the number of a prefill's tokens that are followed by a token of the prompt, whose
+    log-probability they give."""
+    return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
+
+
+def prompt_sections(entries: abc.Sequence[ScheduledSeq], query_starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the prompt tokens whose logits are requested, as indices among the step's tokens, and the token
+    after each."""
+    prompt_logits, targets = [np.zeros(0, np.int32)], list[int]()
+    for i, entry in enumerate(entries):
+        if entry.seq.request.params.prompt_logprobs is not None:
+            count, after = num_prompt_targets(entry), entry.start + 1
+            prompt_logits.append(query_starts[i] + np.arange(count, dtype=np.int32))
+            targets.extend(entry.seq.token_ids[after : after + count])
+    return {"prompt_logits": np.concatenate(prompt_logits), "prompt_targets": np.array(targets, np.int32)}

@@ -23,14 +23,15 @@ class StepBuffers:
     """`copy` copies between the device and pinned memory in stream order, without waiting. On a CPU a step is
     read in place, and its tokens are copied at once."""
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
-        """`max_num_seqs` and `max_num_tokens`: sequences and tokens of the largest step."""
+    def __init__(self, max_num_ints: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
+        """`max_num_ints`: the most int32s that a step downloads. `max_num_tokens`: the tokens of the largest
+        step."""
         self.copy = copy
         on_gpu = device.type == "cuda"
         first_size = min(FIRST_SIZE, INTS_PER_TOKEN * max_num_tokens)
         self._inputs = _InputRing(first_size, device, copy) if on_gpu else None
         self._tokens = [
-            torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
+            torch.zeros(max_num_ints, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
         ]
         self._num_steps = 0
         self._num_uploads = 0  # by the step that is being launched

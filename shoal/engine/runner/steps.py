@@ -25,23 +25,15 @@ import numpy as np
 import torch
 
 from shoal.attention.step_input import HostView, StepInput
-from shoal.engine.runner.batch import (
-    HEADER_SIZE,
-    Header,
-    MixedShape,
-    decode_count,
-    padded_size,
-    section_spans,
-    token_spans,
-)
+from shoal.engine.drafting.device import Drafting, read_reports
+from shoal.engine.runner.batch import HEADER_SIZE, Header, MixedShape, padded_size, section_spans, token_spans
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
-from shoal.engine.runner.logprobs import LogprobTensors, concatenate, logprobs, row_slices, unit_rows
-from shoal.engine.runner.sampler_options import SamplerOptions
+from shoal.engine.runner.logprobs import LogprobTensors, Outcome, in_slices, more_results
+from shoal.engine.runner.sampler_options import SamplerOptions, decode_count
 from shoal.engine.runner.sampling import Sampler
-from shoal.engine.runner.small_ops import start_copy
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
@@ -57,16 +49,21 @@ POLL_S = 20e-6
 class StepResult:
     """A launched step. Everything is on the host once `done` has passed."""
 
-    tokens: torch.Tensor  # int32 [S, queries]: the tokens of each sample
+    tokens: torch.Tensor  # int32 [S]: the token of each sample; with drafts [S, X], their report
     done: torch.cuda.Event | None  # None: the step has run
-    logprobs: LogprobTensors | None  # a row for each of `tokens`, sample after sample
+    logprobs: LogprobTensors | None  # a row for each sample, or for each place of a sample (`first_row`)
     prompt_logprobs: LogprobTensors | None
     embeddings: torch.Tensor | None  # float32 [options.embeds, D]
+    num_decodes: int = 0  # the first samples,
+    queries: int = 1  # each of which has as many places for tokens
     reports: Sequence[DraftReport] = ()  # about the drafts of each sample, once `wait` has returned
 
-    @property
-    def queries(self) -> int:
-        return self.tokens.shape[1]
+    def first_row(self, sample: int) -> int:
+        """Returns the row of the first of a sample's tokens in `logprobs`."""
+        if sample >= self.num_decodes:
+            return self.num_decodes * (self.queries - 1) + sample
+        verified = self.reports[sample].num_verified if self.reports else 0
+        return (sample + 1) * self.queries - 1 - verified
 
     def wait(self, check: Callable[[], None] | None = None) -> list[list[int]]:
         """The tokens of each sample. This is the one host sync of a step. `check` is called while it waits,
@@ -78,18 +75,10 @@ class StepResult:
                 while not self.done.query():
                     check()
                     time.sleep(POLL_S)
-        return self.tokens.tolist()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A step's results on the device in addition to its tokens, for requests that need more."""
-
-    logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
-    hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
-    prompt_logprobs: LogprobTensors | None = None
-    rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
-    whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
+        if self.tokens.dim() == 1:
+            return self.tokens.unsqueeze(1).tolist()
+        tokens, self.reports = read_reports(self.tokens)
+        return tokens
 
 
 def samples_parts(header: np.ndarray) -> bool:
@@ -114,13 +103,16 @@ class Steps:
         layer_events: LayerEvents,
         mixed_shapes: list[MixedShape],
         max_model_len: int,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`mixed_shapes`: shapes that graphs capture, small to large."""
+        """`mixed_shapes`: shapes that graphs capture, small to large. `drafting`: None without
+        speculation."""
         self.model, self.ops = model, ops
         self.state, self.cache, self.states = state, cache, states
         self.sampler, self.whole_rows = sampler, whole_rows
         self.buffers, self.layer_events = buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
+        self.drafting = drafting
         size = max((end for shape in mixed_shapes for _, end in token_spans(shape).values()), default=0)
         # The static buffer that captured mixed steps read.
         self.mixed_inputs = torch.zeros(padded_size(size), dtype=torch.int32, device=state.flat.device)
@@ -145,6 +137,8 @@ class Steps:
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
         if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
+        if header[Header.HISTORIES_SIZE] and self.drafting is not None:
+            self.drafting.start_rows(sections["histories"])
         if options is not None:
             self.whole_rows.start_rows(options)
         if restores:
@@ -163,27 +157,28 @@ class Steps:
             on_host = packed[slice(*spans["whole_rows"])]
             outcome.whole_rows = StepWholeRows(sections["whole_rows"], on_host, num_whole_rows, options)
             self.whole_rows.draw(outcome.logits_SV, outcome.whole_rows)
-        return self._collect(header, outcome, options)
+        report = None
+        if self.drafting is not None:
+            report = self.drafting.end(int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), sections)
+        return self._collect(header, outcome, options, report)
 
-    def _collect(self, header: np.ndarray, outcome: Outcome, options: SamplerOptions | None) -> StepResult:
-        """Starts the copies to the host, the tokens' copy last."""
+    def _collect(
+        self,
+        header: np.ndarray,
+        outcome: Outcome,
+        options: SamplerOptions | None,
+        report: torch.Tensor | None,
+    ) -> StepResult:
+        """Starts the copies to the host, the tokens' copy last. `report`: tokens and drafts, with
+        speculation."""
         num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), decode_count(header[Header.LOGPROBS])
-        sampled_S = self.state.sampled_S[:num_samples]
-        chosen = prompt = embeddings = None
-        if options is not None and options.embeds and outcome.hidden_SD is not None:
-            embeddings = unit_rows(outcome.hidden_SD, options.embeds)
-        if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
-            logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
-            filtered = options.filtered if options is not None else []
-            found = self.sampler.logprobs(logits_SV, rows_S, num_logprobs, outcome.whole_rows, filtered)
-            if found is not None:
-                chosen = found.to_host()
-        if outcome.prompt_logprobs is not None:
-            prompt = outcome.prompt_logprobs.to_host()
-        if embeddings is not None:
-            embeddings = start_copy(embeddings)
-        tokens, done = self.buffers.download(sampled_S)
-        return StepResult(tokens.unsqueeze(1), done, chosen, prompt, embeddings)
+        more = more_results(self.sampler.logprobs, num_samples, num_logprobs, outcome, options)
+        sampled = self.state.sampled_S[:num_samples] if report is None else report.flatten()
+        tokens, done = self.buffers.download(sampled)
+        if report is not None:
+            tokens = tokens.view(report.shape)
+        sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES])
+        return StepResult(tokens, done, *more, *sizes)
 
     # Decode
 
@@ -202,7 +197,12 @@ class Steps:
             [logits_SV] = graph.outputs
         else:
             samples = samples_parts(header)
-            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples)
+            queries = int(header[Header.QUERIES])
+            logits_SV = self.decode(
+                num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples, queries
+            )
+            if self.drafting is not None:
+                return Outcome(logits_SV, rows_S=self.drafting.rows_of(num_rows, queries))
         return Outcome(logits_SV, rows_S=self.state.active_B[:num_rows])
 
     def decode(
@@ -212,28 +212,33 @@ class Steps:
         sharing: bool,
         after_layer: AfterLayer | None = None,
         samples: bool = True,
+        queries: int = 1,
     ) -> torch.Tensor:
-        """One token for each of the first `num_rows` active rows, if it `samples`; returns the logits of this
-        rank's tokens, [num_rows, V]. A graph captures this."""
+        """`queries` tokens for each of the first `num_rows` active rows, if it `samples`; returns the logits
+        of this rank's tokens, [num_rows * queries, V]. A graph captures this."""
         state = self.state
-        rows_B, token_ids_B = state.active_B[:num_rows], state.tokens_B[:num_rows]
-        positions_B, kv_lens_B = state.positions_B[:num_rows], state.kv_lens_B[:num_rows]
-        self.ops.begin_decode(rows_B, state.table, token_ids_B, positions_B, kv_lens_B)
-        step = StepInput(
-            token_ids_T=token_ids_B,
-            positions_T=positions_B,
-            rows_T=rows_B,
-            rows_S=rows_B,
-            query_starts_S=state.query_starts_B[: num_rows + 1],
-            kv_lens_S=kv_lens_B,
-            block_tables=state.block_tables,
-            num_decodes=num_rows,
-            max_kv_len=max_kv_len,
-            prefixes=state.prefixes if sharing else None,
-        )
+        rows_B, prefixes = state.active_B[:num_rows], state.prefixes if sharing else None
+        if self.drafting is not None:
+            step = self.drafting.decode_step(rows_B, queries, max_kv_len, prefixes)
+        else:
+            token_ids_B, positions_B = state.tokens_B[:num_rows], state.positions_B[:num_rows]
+            kv_lens_B = state.kv_lens_B[:num_rows]
+            self.ops.begin_decode(rows_B, state.table, token_ids_B, positions_B, kv_lens_B)
+            step = StepInput(
+                token_ids_T=token_ids_B,
+                positions_T=positions_B,
+                rows_T=rows_B,
+                rows_S=rows_B,
+                query_starts_S=state.query_starts_B[: num_rows + 1],
+                kv_lens_S=kv_lens_B,
+                block_tables=state.block_tables,
+                num_decodes=num_rows,
+                max_kv_len=max_kv_len,
+                prefixes=prefixes,
+            )
         logits_SV = self.model.logits(self.model(step, self.cache.layers, after_layer=after_layer))
         if samples:
-            self.sampler.sample(logits_SV, rows_B, positions_B)
+            self.sampler.sample(logits_SV, step.rows_T, step.positions_T)
         return logits_SV
 
     # Mixed
@@ -246,7 +251,10 @@ class Steps:
         num_decodes = int(header[Header.NUM_DECODES])
         wants_prompts = bool(header[Header.NUM_PROMPT_LOGITS])
         token_ids_T, rows_S = sections["token_ids"], sections["rows"]
-        if num_decodes:
+        queries = int(header[Header.QUERIES])
+        if self.drafting is not None:
+            self.drafting.begin_mixed(num_decodes, queries, sections)
+        elif num_decodes:
             token_ids_T[:num_decodes] = self.state.table[rows_S[:num_decodes].long(), Field.TOKEN]
         host = HostView(
             query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
@@ -264,6 +272,7 @@ class Steps:
             block_tables=self.state.block_tables,
             num_decodes=num_decodes,
             max_kv_len=int(header[Header.MAX_KV_LEN]),
+            queries=queries,
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]),
             host=host,
             prefixes=self.state.prefixes if header[Header.NUM_DECODE_GROUPS] else None,
@@ -272,7 +281,9 @@ class Steps:
         prompt_logprobs = None
         if wants_prompts:
             hidden_TD = self.model(step, self.cache.layers, after_layer=after_layer)
-            prompt_logprobs = self._prompt_logprobs(header, hidden_TD, sections)
+            count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
+            hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
+            prompt_logprobs = in_slices(self.model.logits, hidden_PD, targets_P, count, self.model.lm_head)
             hidden_SD = hidden_TD[select_S]
         else:
             hidden_SD = self.model(step, self.cache.layers, select_S, after_layer)
@@ -281,19 +292,6 @@ class Steps:
         if samples_parts(header):
             self.sampler.sample(logits_SV, rows_S, positions_S)
         return Outcome(logits_SV, hidden_SD, prompt_logprobs, rows_S)
-
-    def _prompt_logprobs(
-        self, header: np.ndarray, hidden_TD: torch.Tensor, sections: dict[str, torch.Tensor]
-    ) -> LogprobTensors:
-        """Computes them in slices of rows, so that no [P, V] tensor of a long prompt is made."""
-        hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
-        count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
-        return concatenate(
-            [
-                logprobs(self.model.logits(hidden_PD[rows]), targets_P[rows], count, self.model.lm_head)
-                for rows in row_slices(hidden_PD.shape[0], self.model.config.vocab_size)
-            ]
-        )
 
     # Captured mixed
 

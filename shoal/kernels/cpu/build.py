@@ -23,7 +23,10 @@ from shoal.kinds.attention import QueryScaling
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("linear.c", "fp8.c", "ops.c", "attention.c", "layers.c", "sample.c", "recurrent.c", "threads.c")
+SOURCES = tuple(
+    f"{name}.c"
+    for name in ("linear", "fp8", "ops", "attention", "layers", "sample", "recurrent", "drafting", "threads")
+)
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -69,6 +72,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(c_int, c_int, c_int, c_int, c_void_p),
         ),
     ),
+    "shoal_begin_verification": (
+        None,
+        (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    "shoal_accept": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int64),
+    ),
+    "shoal_look_up": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int64)),
     "shoal_set_threads": (None, (c_int,)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
@@ -100,6 +112,14 @@ class KvSequences(ctypes.Structure):
 
 class Rope(ctypes.Structure):
     _fields_ = _fields({c_float: "beta", c_int32: "rotary length offset v_norm q_alone"})
+
+
+class DraftRowsStruct(ctypes.Structure):
+    """The struct DraftRows in drafting.c."""
+
+    _fields_ = _fields(
+        {c_void_p: "table drafts history", c_int64: "table_stride", c_int32: "num_drafts length"}
+    )
 
 
 class Layer(ctypes.Structure):

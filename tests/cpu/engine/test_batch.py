@@ -11,13 +11,13 @@ from shoal.engine.runner.batch import (
     BatchBuilder,
     Header,
     MixedShape,
-    decode_count,
     float_bits,
     section_spans,
     token_spans,
 )
 from shoal.engine.runner.capture_sizes import decode_sizes, mixed_shapes
 from shoal.engine.runner.graphs import DecodeGraphs
+from shoal.engine.runner.sampler_options import decode_count
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.sampling.row_options import Option
 from shoal.kernels.state import FIELDS, Field, StateLayout
@@ -98,6 +98,8 @@ def test_an_admitted_row_holds_every_field_where_the_kernels_read_it():
         Field.TOP_K: 11,
         Field.TOP_P: np.float32(0.75).view(np.int32),
         Field.MIN_P: np.float32(0.25).view(np.int32),
+        Field.MAX_TOKENS: 1,
+        Field.NUM_DRAFTS: 0,
     }
 
 

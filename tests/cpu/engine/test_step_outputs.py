@@ -5,6 +5,7 @@ import torch
 from shoal.api import FinishReason, Logprob, Request
 from shoal.engine.runner.logprobs import LogprobTensors
 from shoal.engine.runner.steps import StepResult
+from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_outputs import InFlight, outputs_of
 from shoal.sampling_params import SamplingParams
@@ -28,8 +29,8 @@ def scheduler_of(*requests):
 
 
 def step(scheduler, *tokens):
-    """The outputs of a step that sampled these tokens, by request. The log-probability of a token is minus
-    its place in the result, its rank 1."""
+    """The outputs of a step that sampled these tokens, by request. A decode has QUERIES places, of which its
+    tokens are the last. The log-probability of a token is minus its place, its rank 1."""
     plan = scheduler.schedule()
     for entry in plan.scheduled:
         entry.seq.started_at = 0.0
@@ -37,8 +38,10 @@ def step(scheduler, *tokens):
     places = -torch.arange(len(tokens) * QUERIES, dtype=torch.float32)
     ranks, top_ids = torch.ones(len(places), dtype=torch.int64), torch.full((len(places), 1), 7)
     found = LogprobTensors(places, ranks, top_ids, places[:, None])
-    launched = InFlight(plan, StepResult(table, None, found, None, None), [], 0.0)
-    outputs = outputs_of(launched, scheduler.update(plan, list(tokens)))
+    reports = [DraftReport(len(own) - 1, 0) for own in tokens]
+    result = StepResult(table, None, found, None, None, plan.num_decodes, plan.queries, reports)
+    launched = InFlight(plan, result, [], 0.0)
+    outputs = outputs_of(launched, scheduler.update(plan, list(tokens), reports), list(tokens))
     return {output.request_id: output for output in outputs}
 
 
@@ -49,10 +52,10 @@ def test_an_output_has_all_tokens_of_its_step_and_their_logprobs():
     second = step(scheduler, [3, 4, 5], [6, 8])
     assert (second["a"].token_ids, second["b"].token_ids) == ([3, 4, 5], [6, 8])
     assert second["a"].logprobs is None and not second["a"].spans
-    # b is sample 1, so its log-probabilities are rows 3 and 4
+    # b is sample 1, and has two tokens, so its log-probabilities are rows 4 and 5
     assert second["b"].logprobs == [
-        {6: Logprob(-3.0, 1), 7: Logprob(-3.0, 1)},
-        {8: Logprob(-4.0, 1), 7: Logprob(-4.0, 1)},
+        {6: Logprob(-4.0, 1), 7: Logprob(-4.0, 1)},
+        {8: Logprob(-5.0, 1), 7: Logprob(-5.0, 1)},
     ]
 
 

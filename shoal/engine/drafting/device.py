@@ -1,0 +1,149 @@
+"""Speculation on one rank: `Drafting` has the drafts of all rows, lets a step verify them, and looks up those
+of the next step. sender.py is its counterpart on the host, and scheduling/draft_lengths.py chooses how many
+drafts a step verifies.
+
+A draw depends on (seed, position) alone. So a step draws at the position of each draft as well, and a draft
+is accepted if it is what was drawn there: the tokens are the same as without drafts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.attention.step_input import SharedPrefixes, StepInput
+from shoal.config import SpeculativeConfig
+from shoal.engine.scheduling.draft_lengths import DraftReport
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.ops import Ops
+
+# Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
+# attention reads kilobytes.
+MOST_HISTORY = 1 << 16
+HELD = {0: None, 1: False, 2: True}  # Report.FIRST
+
+
+def history_length(max_model_len: int) -> int:
+    """Returns the number of a row's last tokens that the device keeps."""
+    return min(max_model_len, MOST_HISTORY)
+
+
+class Drafting:
+    """Everything stays where it is as long as the engine lives."""
+
+    def __init__(
+        self,
+        options: SpeculativeConfig,
+        ops: Ops,
+        table: torch.Tensor,
+        active_B: torch.Tensor,
+        sampled_S: torch.Tensor,
+        block_tables: tuple[torch.Tensor, ...],
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        """`table`, `active_B`, `sampled_S` and `block_tables`: parts of the rank's BatchState."""
+        self._ops, self.queries = ops, options.queries
+        self._table, self._active_B, self._sampled_S = table, active_B, sampled_S
+        self._block_tables = block_tables
+        num_rows, size = table.shape[0], active_B.shape[0]
+        most = options.num_speculative_tokens
+        self._parameters = LookUp(most, options.prompt_lookup_min, options.prompt_lookup_max)
+        with torch.device(device):
+            self.rows = DraftRows(
+                torch.zeros(num_rows, most, dtype=torch.int32),
+                torch.zeros(num_rows, history_length(max_model_len), dtype=torch.int32),
+            )
+            self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
+            self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
+            # of the step's decodes: the position of TOKEN, and how many drafts are verified
+            self._starts_B = torch.zeros(size, dtype=torch.int32)
+            self._verified_B = torch.zeros(size, dtype=torch.int32)
+            self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries, dtype=torch.int32)
+            self._query_starts = {
+                n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
+            }
+
+    @property
+    def report_size(self) -> int:
+        """The int32s that a step reports of a sequence."""
+        return self._report_SX.shape[1]
+
+    def start_rows(self, entries: torch.Tensor) -> None:
+        """Takes the tokens of sequences that have just got their rows (DraftSender)."""
+        self._ops.write_histories(entries, self.rows)
+
+    def decode_step(
+        self, rows_B: torch.Tensor, queries: int, max_kv_len: int, prefixes: SharedPrefixes | None
+    ) -> StepInput:
+        """Returns the inputs of a decode step with `queries` places for tokens of each row."""
+        size = len(rows_B)
+        token_ids_T, positions_T, rows_T = self._tokens[:, : size * queries]
+        kv_lens_B = self._kv_lens_B[:size]
+        self._begin(rows_B, token_ids_T, positions_T, rows_T, kv_lens_B)
+        return StepInput(
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            rows_T=rows_T,
+            rows_S=rows_B,
+            query_starts_S=self._query_starts[queries][: size + 1],
+            kv_lens_S=kv_lens_B,
+            block_tables=self._block_tables,
+            num_decodes=size,
+            max_kv_len=max_kv_len,
+            queries=queries,
+            prefixes=prefixes,
+        )
+
+    def rows_of(self, num_decodes: int, queries: int) -> torch.Tensor:
+        """Returns the state row of each place of the last decode step."""
+        return self._tokens[2, : num_decodes * queries]
+
+    def begin_mixed(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> None:
+        """Fills in the tokens of the decodes in an eager mixed step's sections."""
+        own = slice(num_decodes * queries)
+        tokens = (sections[name][own] for name in ("token_ids", "positions", "token_rows"))
+        self._begin(sections["rows"][:num_decodes], *tokens, sections["kv_lens"][:num_decodes])
+        sections["sample_rows"][own] = sections["token_rows"][own]
+        sections["sample_positions"][own] = sections["positions"][own]
+
+    def _begin(self, rows_B: torch.Tensor, *outs: torch.Tensor) -> None:
+        token_ids_T, positions_T, rows_T, kv_lens_B = outs
+        self._ops.begin_verification(
+            rows_B,
+            self._table,
+            self.rows,
+            token_ids_T,
+            positions_T,
+            rows_T,
+            kv_lens_B,
+            self._starts_B[: len(rows_B)],
+            self._verified_B[: len(rows_B)],
+        )
+
+    def end(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Accepts drafts by the step's samples, and looks up the next ones. `sections`: a mixed step's.
+        Returns the report, int32 [sequences that are sampled from, X] (draft_rows.py)."""
+        rows, starts = self._active_B[:num_decodes], self._starts_B[:num_decodes]
+        num_samples = num_decodes * queries
+        if "sample_rows" in sections:  # after the decodes come prefills
+            own, num_samples = slice(num_samples, None), len(sections["sample_rows"])
+            rows = torch.cat((sections["rows"][:num_decodes], sections["sample_rows"][own]))
+            starts = torch.cat((starts, sections["sample_positions"][own]))
+        report_SX = self._report_SX[: len(rows)]
+        table, sampled_N = self._table, self._sampled_S[:num_samples]
+        verified_B = self._verified_B[:num_decodes]
+        self._ops.accept(
+            sampled_N, rows, starts, verified_B, num_decodes, queries, table, self.rows, report_SX
+        )
+        self._ops.look_up(rows, table, self.rows, self._parameters, report_SX)
+        return report_SX
+
+
+def read_reports(report: torch.Tensor) -> tuple[list[list[int]], list[DraftReport]]:
+    """Returns the tokens of each sample of a step that has run, and what became of drafts."""
+    lists = report.tolist()
+    tokens = [ints[REPORT_SIZE : REPORT_SIZE + ints[Report.NUM_TOKENS]] for ints in lists]
+    return tokens, [
+        DraftReport(ints[Report.NUM_VERIFIED], ints[Report.NUM_DRAFTS], HELD[ints[Report.FIRST]])
+        for ints in lists
+    ]

@@ -1,0 +1,41 @@
+"""Layouts of speculation that its kernels and the runner share: drafts and tokens by state row, what a step
+reports of each sample, and the parameters of a look-up. There is no Triton here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class Report(IntEnum):
+    """The first int32s of what a step reports of a sequence that it samples from. The tokens follow."""
+
+    NUM_TOKENS = 0  # the tokens that count: the accepted drafts, and one more
+    NUM_VERIFIED = 1  # the drafts that the step computed
+    NUM_DRAFTS = 2  # the drafts that the next step may compute
+    # Where the step computed no draft though there was one: 1 if the first one differs from what was
+    # sampled in its place, 2 if it is the same. Otherwise 0.
+    FIRST = 3
+
+
+REPORT_SIZE = len(Report)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Drafts and tokens of the state rows. The last row is nobody's, as in the batch state."""
+
+    drafts_RK: torch.Tensor  # int32: the tokens drafted after a row's TOKEN, NUM_DRAFTS of them
+    history_RL: torch.Tensor  # int32: the token of position p is at p % L, for the last L positions
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Parameters of a look-up of drafts in a sequence's own tokens: the tokens after the earliest place where
+    the longest possible suffix, of `min_match` to `max_match` tokens, stood before."""
+
+    max_drafts: int
+    min_match: int
+    max_match: int

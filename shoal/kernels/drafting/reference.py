@@ -1,0 +1,124 @@
+"""Speculation's operations on the batch state in plain PyTorch: the oracle of this room's kernels, and the
+CPU's path where there is no compiler.
+
+S sequences that are sampled from · B decode batch · T tokens of the decodes · N samples · K drafts · L tokens
+of a history · R state rows · X int32s of a report.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.state import Field
+
+
+def begin_verification(
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    drafts: DraftRows,
+    token_ids_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    kv_lens_B: torch.Tensor,
+    starts_B: torch.Tensor,
+    verified_B: torch.Tensor,
+) -> None:
+    """Fills in the inputs of decodes of T / B tokens from the state rows: a row's TOKEN, and as many of its
+    drafts as its MAX_TOKENS and T / B allow. They are the last of the row's tokens; those before them are
+    padding (row and position -1, token 0). `starts_B` gets the position of TOKEN, `verified_B` the number of
+    drafts. A padded sequence (row -1) has padding alone, position -1, and length 0."""
+    queries = token_ids_T.shape[0] // max(1, rows_B.shape[0])
+    for b, row in enumerate(rows_B.tolist()):
+        place = slice(b * queries, (b + 1) * queries)
+        token_ids_T[place], positions_T[place], rows_T[place] = 0, -1, -1
+        start, num_drafts = -1, 0
+        if row >= 0:
+            fields = table[row]
+            most = min(int(fields[Field.MAX_TOKENS]), queries) - 1
+            start, num_drafts = int(fields[Field.POSITION]), max(0, min(int(fields[Field.NUM_DRAFTS]), most))
+            place = slice((b + 1) * queries - 1 - num_drafts, (b + 1) * queries)
+            token_ids_T[place.start] = fields[Field.TOKEN]
+            token_ids_T[place.start + 1 : place.stop] = drafts.drafts_RK[row, :num_drafts]
+            positions_T[place] = torch.arange(start, start + num_drafts + 1, dtype=torch.int32)
+            rows_T[place] = row
+        kv_lens_B[b], starts_B[b], verified_B[b] = start + 1 + num_drafts, start, num_drafts
+
+
+def accept(
+    sampled_N: torch.Tensor,
+    rows_S: torch.Tensor,
+    starts_S: torch.Tensor,
+    verified_S: torch.Tensor,
+    num_decodes: int,
+    queries: int,
+    table: torch.Tensor,
+    drafts: DraftRows,
+    report_SX: torch.Tensor,
+) -> None:
+    """Accepts drafts as long as each equals the token that was sampled in its place.
+
+    The first `num_decodes` sequences have `queries` samples each, of which the last verified_S[s] + 1 count;
+    the others have one. The first sample of a sequence follows the token at starts_S[s]. Its tokens are the
+    samples up to the first that differs from its draft. They go into the report and the history, and the last
+    of them, with its position, into the row. Doing it twice changes nothing."""
+    length = drafts.history_RL.shape[1]
+    sampled = sampled_N.tolist()
+    for s, (row, start) in enumerate(zip(rows_S.tolist(), starts_S.tolist())):
+        if row < 0:
+            continue
+        verified = int(verified_S[s]) if s < num_decodes else 0
+        end = (s + 1) * queries if s < num_decodes else num_decodes * queries + s - num_decodes + 1
+        tokens = sampled[end - 1 - verified : end]
+        drafted = drafts.drafts_RK[row].tolist()
+        count = 1
+        while count <= verified and tokens[count - 1] == drafted[count - 1]:
+            count += 1
+        for i, token in enumerate(tokens[:count]):
+            drafts.history_RL[row, (start + 1 + i) % length] = token
+        first = 0
+        if s < num_decodes and verified == 0 and table[row, Field.NUM_DRAFTS] > 0:
+            first = 2 if tokens[0] == drafted[0] else 1
+        table[row, Field.TOKEN] = tokens[count - 1]
+        table[row, Field.POSITION] = start + count
+        report_SX[s, Report.NUM_TOKENS] = count
+        report_SX[s, Report.NUM_VERIFIED] = verified
+        report_SX[s, Report.FIRST] = first
+        report_SX[s, REPORT_SIZE : REPORT_SIZE + count] = torch.tensor(tokens[:count], dtype=torch.int32)
+
+
+def look_up(
+    rows_S: torch.Tensor, table: torch.Tensor, drafts: DraftRows, parameters: LookUp, report_SX: torch.Tensor
+) -> None:
+    """Drafts the tokens after each row's TOKEN from what followed the same tokens before, into the row and
+    its NUM_DRAFTS, and into the report the number of them."""
+    length = drafts.history_RL.shape[1]
+    for s, row in enumerate(rows_S.tolist()):
+        if row < 0:
+            continue
+        end = int(table[row, Field.POSITION]) + 1
+        positions = torch.arange(max(0, end - length), end) % length
+        found = look_up_tokens(drafts.history_RL[row, positions].tolist(), parameters)
+        drafts.drafts_RK[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
+        table[row, Field.NUM_DRAFTS] = report_SX[s, Report.NUM_DRAFTS] = len(found)
+
+
+def look_up_tokens(tokens: list[int], parameters: LookUp) -> list[int]:
+    """Returns the drafts after these tokens."""
+    for size in range(min(parameters.max_match, len(tokens) - 1), parameters.min_match - 1, -1):
+        suffix = tokens[-size:]
+        for start in range(len(tokens) - size):
+            if tokens[start : start + size] == suffix:
+                return tokens[start + size : start + size + parameters.max_drafts]
+    return []
+
+
+def write_histories(entries: torch.Tensor, drafts: DraftRows) -> None:
+    """Writes tokens of sequences that have just got their rows. An entry is a row, the position of its first
+    token, the number of its tokens, and the tokens; entries lie one after the other, int32."""
+    length, at = drafts.history_RL.shape[1], 0
+    while at < len(entries):
+        row, first, size = entries[at : at + 3].tolist()
+        places = torch.arange(first, first + size, device=entries.device) % length
+        drafts.history_RL[row, places] = entries[at + 3 : at + 3 + size]
+        at += 3 + size

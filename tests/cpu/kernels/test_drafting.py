@@ -1,0 +1,133 @@
+"""Speculation's operations on the CPU against their oracle, and the oracle against what it says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shoal.kernels.cpu import drafting as cpu_drafting
+from shoal.kernels.drafting import reference
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.state import Field, StateLayout
+
+ROWS, MOST, LENGTH = 9, 4, 37
+
+
+class Rows:
+    """State rows of sequences whose tokens are `tokens`, each with drafts."""
+
+    def __init__(self, seed: int) -> None:
+        r = random.Random(seed)
+        layout = StateLayout(ROWS, 4)
+        self.state = torch.zeros(layout.size, dtype=torch.int32)
+        self.table = layout.table(self.state)
+        self.drafts = DraftRows(
+            torch.randint(0, 4, (ROWS + 1, MOST), dtype=torch.int32),
+            torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32),
+        )
+        self.tokens = [[r.randrange(4) for _ in range(r.randint(1, 90))] for _ in range(ROWS)]
+        entries: list[int] = []
+        for row, tokens in enumerate(self.tokens):
+            first = max(0, len(tokens) - LENGTH)
+            entries += [row, first, len(tokens) - first, *tokens[first:]]
+            self.table[row, Field.TOKEN] = tokens[-1]
+            self.table[row, Field.POSITION] = len(tokens) - 1
+            self.table[row, Field.MAX_TOKENS] = r.randint(1, MOST + 1)
+            self.table[row, Field.NUM_DRAFTS] = r.randint(0, MOST)
+        reference.write_histories(torch.tensor(entries, dtype=torch.int32), self.drafts)
+
+    def all(self) -> list[torch.Tensor]:
+        return [self.table, self.drafts.drafts_RK, self.drafts.history_RL]
+
+
+def ints(*shape: int, fill: int = -7) -> torch.Tensor:
+    return torch.full(shape, fill, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_in_c_is_the_references(seed: int, queries: int) -> None:
+    """Verifies, accepts and looks up, three steps one after the other, with padded rows among the decodes and
+    prefills behind them."""
+    print("seed", seed)
+    r, found = random.Random(seed), []
+    order = r.sample(range(ROWS), ROWS)
+    decodes, prefills = [*order[:5], -1], order[5:8]
+    for ops in (reference, cpu_drafting):
+        torch.manual_seed(seed)
+        rows, outs = Rows(seed), []
+        for _ in range(3):
+            rows_B = torch.tensor(decodes, dtype=torch.int32)
+            size = len(decodes) * queries
+            token_ids, positions, rows_T = ints(size), ints(size), ints(size)
+            kv_lens, starts, verified = ints(len(decodes)), ints(len(decodes)), ints(len(decodes))
+            ops.begin_verification(
+                rows_B, rows.table, rows.drafts, token_ids, positions, rows_T, kv_lens, starts, verified
+            )
+            outs += [token_ids, positions, rows_T, kv_lens, starts, verified]
+            sampled = torch.randint(0, 4, (size + len(prefills),), dtype=torch.int32)
+            rows_S = torch.tensor([*decodes, *prefills], dtype=torch.int32)
+            ends = rows.table[prefills, Field.POSITION]
+            report = ints(len(rows_S), REPORT_SIZE + queries)
+            sizes = len(decodes), queries
+            ops.accept(
+                sampled, rows_S, torch.cat((starts, ends)), verified, *sizes, rows.table, rows.drafts, report
+            )
+            ops.look_up(rows_S, rows.table, rows.drafts, LookUp(MOST, 1, 3), report)
+            outs += [report, *(x.clone() for x in rows.all())]
+        found.append(outs)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_accepted_drafts_are_those_that_were_sampled(seed: int) -> None:
+    print("seed", seed)
+    rows, queries = Rows(seed), MOST + 1
+    rows_B = torch.arange(ROWS, dtype=torch.int32)
+    size = ROWS * queries
+    token_ids, positions, rows_T = ints(size), ints(size), ints(size)
+    kv_lens, starts, verified = ints(ROWS), ints(ROWS), ints(ROWS)
+    cpu_drafting.begin_verification(
+        rows_B, rows.table, rows.drafts, token_ids, positions, rows_T, kv_lens, starts, verified
+    )
+    sampled = torch.randint(0, 2, (size,), dtype=torch.int32)
+    report = ints(ROWS, REPORT_SIZE + queries)
+    before = rows.table.clone()
+    cpu_drafting.accept(sampled, rows_B, starts, verified, ROWS, queries, rows.table, rows.drafts, report)
+    for row in range(ROWS):
+        most = min(int(before[row, Field.MAX_TOKENS]), queries) - 1
+        num = min(int(before[row, Field.NUM_DRAFTS]), most)
+        drafts = rows.drafts.drafts_RK[row, :num].tolist()
+        own = slice((row + 1) * queries - 1 - num, (row + 1) * queries)
+        assert token_ids[own].tolist() == [rows.tokens[row][-1], *drafts]
+        assert positions[own].tolist() == list(range(len(rows.tokens[row]) - 1, len(rows.tokens[row]) + num))
+        drawn = sampled[own].tolist()
+        count = next((i + 1 for i in range(num) if drawn[i] != drafts[i]), num + 1)
+        assert report[row, Report.NUM_TOKENS] == count and report[row, Report.NUM_VERIFIED] == num
+        assert report[row, REPORT_SIZE : REPORT_SIZE + count].tolist() == drawn[:count]
+        tokens = rows.tokens[row] + drawn[:count]
+        assert rows.table[row, Field.TOKEN] == tokens[-1]
+        assert rows.table[row, Field.POSITION] == len(tokens) - 1
+        kept = range(max(0, len(tokens) - LENGTH), len(tokens))
+        assert [int(rows.drafts.history_RL[row, p % LENGTH]) for p in kept] == [tokens[p] for p in kept]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "least", "drafts"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], 1, [9, 1, 2, 3]),  # the longest suffix
+        ([3, 5, 1, 2, 3, 9, 8, 2, 3], 1, [9, 8, 2, 3]),
+        ([7, 1, 7, 2, 7], 1, [1, 7, 2, 7]),  # the earliest of equals
+        ([1, 2, 3], 1, []),
+        ([5, 6, 5], 2, []),  # too short a match
+        ([4, 4, 4], 1, [4]),
+        ([4], 1, []),
+    ],
+)
+def test_a_look_up_finds_what_followed_the_longest_suffix(
+    tokens: list[int], least: int, drafts: list[int]
+) -> None:
+    assert reference.look_up_tokens(tokens, LookUp(MOST, least, 3)) == drafts
