@@ -34,7 +34,7 @@ def of_a_server():
         kv_transfers={"nixl": KvTransferStats()},
         kv_transfer_failures={"lost": 1},
     )
-    yield from ModelMetrics("m", 1024, {}).collect(stats, None, 0)
+    yield from ModelMetrics("m", 1024, {}, most_drafts=1).collect(stats, None, 0)
     http = HttpMetrics()
     http.observe("GET", "/health", 200, 0.1)
     yield from http.collect()
