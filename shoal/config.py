@@ -744,6 +744,10 @@ class ResolvedConfig(EngineConfig):
     # speculative_config with the number of drafts; None: a step computes one token of a decode
     speculative: SpeculativeConfig | None
 
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))  # ranks get fields
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
