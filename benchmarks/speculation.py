@@ -17,8 +17,8 @@ from collections.abc import Callable
 PASSAGE = (
     "The history of the steam engine begins with the first recorded rudimentary device, described by Hero of "
     "Alexandria. Several centuries later, inventors in Europe built pumps that were driven by steam, and "
-    "coal mines used them to drain water. James Watt improved the design with a separate condenser, so that much "
-    "less fuel was needed for the same work."
+    "coal mines used them to drain water. James Watt improved the design with a separate condenser, so that "
+    "much less fuel was needed for the same work."
 )
 RECORD = (
     '{"name": "Ada Lovelace", "born": 1815, "city": "London", "field": "mathematics", '

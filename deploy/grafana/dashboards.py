@@ -162,6 +162,17 @@ ENGINE = {
             },
             most=1.0,
         ),
+        Panel(
+            "Drafts accepted",
+            "percentunit",
+            {
+                "share": ratio(
+                    "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
+                )
+            },
+            "The share of verified drafts that became tokens of answers.",
+            most=1.0,
+        ),
         lines("Preemptions", "none", rate, "vllm:num_preemptions_total", text="A second."),
         lines("Tiers: in use", "bytes", gauge, "shoal:kv_tier_used_bytes", "tier, instance"),
         Panel(
