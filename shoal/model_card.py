@@ -32,7 +32,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = "none"
     reasoning_parser: str = "none"
     cache_config: dict[str, str] = {}  # labels of vllm:cache_config_info
-    most_drafts: int = 0  # of a sequence in a step; 0: the engine makes none
+    most_drafts: int = 0  # the most in one step of a sequence; 0: the engine makes none
     summary: ModelSummary = ModelSummary()
 
     @property

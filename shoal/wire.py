@@ -165,7 +165,7 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     kv_block_bytes: int = 0  # bytes of block_size tokens in the KV cache, over all ranks
     kv_cache_dtype: str = ""  # the name of a torch.dtype
     most_new_tokens: int | None = None  # limit of every answer, from the generation config
-    most_drafts: int = 0  # of a sequence in a step; 0: none are made
+    most_drafts: int = 0  # the most in one step of a sequence; 0: none are made
     generates: bool = True  # False: the model has no output head and only embeds
 
     @property

@@ -75,7 +75,7 @@ class LoadedModel:
     tool_call_parser: str = "none"  # a name of text/formats/registry.py, or "none"
     reasoning_parser: str = "none"  # "qwen3" | "none"
     cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
-    most_drafts: int = 0  # of a sequence in a step; 0: the engine makes none
+    most_drafts: int = 0  # the most in one step of a sequence; 0: the engine makes none
     summary: ModelSummary = field(default_factory=ModelSummary)
     card: ModelCard | None = None  # None: built without a card, as in tests
 

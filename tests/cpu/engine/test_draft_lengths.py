@@ -27,7 +27,7 @@ def launches(num_tokens):
 
 
 class Texts:
-    """What a look-up finds for one sequence: in a passage that was said before drafts are right, elsewhere
+    """Drafts that a look-up finds for one sequence: in a passage that was said before drafts are right, elsewhere
     few tokens have drafts, and these are wrong. `copied`: the share of passages."""
 
     def __init__(self, rng, copied, drafted=0.15, right=0.05):
@@ -107,7 +107,7 @@ def test_mixed_texts_are_never_slower(cost, num_seqs, copied, seed):
 
 
 def test_a_full_batch_that_computes_already_gains_nothing_from_fixed_lengths():
-    """What the choice avoids."""
+    """Fixed lengths lose most of such a batch's speed."""
     assert speed(gpu, 256, copied=0.0, adaptive=False, steps=200) < 0.3
 
 

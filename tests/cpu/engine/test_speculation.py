@@ -272,7 +272,7 @@ def request(name, prompt, seed, **options):
 
 
 def run(core, *requests, until=None):
-    """Returns each request's outputs up to its end, or until it has so many tokens."""
+    """Returns each request's outputs up to its end, or until it has at least `until` tokens."""
     for one in requests:
         core.add(one)
     outputs = {one.request_id: [] for one in requests}
