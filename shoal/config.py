@@ -281,6 +281,11 @@ class SpeculativeConfig:
         """The most tokens of a decode in one step."""
         return 1 + self.num_speculative_tokens
 
+    @property
+    def has_head(self) -> bool:
+        """True if a draft head drafts."""
+        return self.method in ("eagle3", "mtp")
+
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:

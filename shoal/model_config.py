@@ -107,6 +107,7 @@ class ModelConfig:
     logits_scaling: float = 1.0  # divisor of logits
     logits_softcap: float | None = None  # logits are cap * tanh(logits / cap)
     head_layers: tuple[LayerKind, ...] = ()  # a draft head's, whose caches follow the layers' own
+    head_drafts: int | None = None  # the drafts a step that its config names
     num_draft_layers: int = 0  # further layers in the files, which draft tokens; they are not loaded
     dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
     bos_token_id: int | None = None

@@ -68,8 +68,7 @@ class EngineCore:
         addition to Shoal's own."""
         if files.revision is not None:
             config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
-        if config.speculative_config is not None and config.speculative_config.model is not None:
-            files = files.with_head(config.speculative_config.model, config.download_dir)
+        files = files.with_head(config.speculative_config, config.download_dir)
         self.files, self._given, self._more_parts = files, config, more_parts
         self.model_config = files.config
         check_parallel(self.model_config, config.tensor_parallel_size)

@@ -14,6 +14,8 @@ from shoal.kernels.sampling.split_sample import needs_whole_row
 class DraftLearner(StepPart):
     def __init__(self, config: ResolvedConfig, options: SpeculativeConfig, scheduler: Scheduler) -> None:
         self._splits_sampling = config.tensor_parallel_size > 1
+        if options.has_head:  # it runs as many slots after the last token of a step
+            scheduler.lookahead = options.num_speculative_tokens - 1
         self._lengths = scheduler.lengths = DraftLengths(
             options.queries - 1, config.max_num_batched_tokens, options.enable_adaptive_verification
         )

@@ -39,7 +39,7 @@ TOKENS_OF_SHORT_SEQ = 256
 ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
-DRAFTERS: tuple[str, ...] = ("ngram",)  # methods of speculation for which engine/runner/ has a drafter
+DRAFTERS = ("ngram", "eagle3")  # methods of speculation that have a drafter
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -137,12 +137,19 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
             "it out: answers are the same"
         )
     if options is not None and options.method not in DRAFTERS:
-        lacks = {"mtp": f"no head of {config.model} is read", "eagle3": "no draft head is read"}
+        lacks = {"mtp": f"no head of {config.model} is read"}
         raise ConfigError(
             f"speculative_config.method must be one of {', '.join(DRAFTERS) or 'none at all'}, got "
             f"{options.method!r}, and {lacks.get(options.method, 'it has no drafter')} in this release; "
             "choose another, or leave speculative_config out: answers are the same"
         )
+    if options is not None and options.num_speculative_tokens is None:
+        if model.head_drafts is None:
+            raise ConfigError(
+                "speculative_config.num_speculative_tokens must be given with "
+                f"{options.model}, whose config names no number, got None; give one, such as 3"
+            )
+        options = dataclasses.replace(options, num_speculative_tokens=model.head_drafts)
     return options
 
 

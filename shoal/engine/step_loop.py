@@ -135,7 +135,9 @@ class StepLoop:
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
         several = self.ranks.size > 1
-        drafts = None if runner.drafting is None else DraftSender(runner.layout, runner.max_model_len)
+        drafts = (
+            None if runner.drafting is None else DraftSender(runner.layout, runner.drafting.history_length)
+        )
         return BatchBuilder(
             runner.layout,
             runner.cache.plan.groups[0].block_size,

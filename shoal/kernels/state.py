@@ -32,6 +32,7 @@ class Field(IntEnum):
     # With speculation alone (kernels/drafting):
     MAX_TOKENS = 8  # the most tokens of the row's next decode, as planned
     NUM_DRAFTS = 9  # the tokens that are drafted after TOKEN
+    ROOM = 10  # for how many tokens the row has blocks
 
 
 class DecodeGroupField(IntEnum):

@@ -83,9 +83,9 @@ def _own_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def resolve_head(model: str, download_dir: str | None = None) -> HeadFiles:
-    """Finds the checkpoint of a draft head: a folder, or a model of the hub, which is downloaded. Raises
-    CheckpointError."""
+def resolve_head(model: str, revision: str | None = None, download_dir: str | None = None) -> HeadFiles:
+    """Finds the checkpoint of a draft head: a folder, or a model of the hub, which is downloaded in this
+    revision. Raises CheckpointError."""
     path = Path(model).expanduser()
     if path.is_dir():
         return HeadFiles(path)
@@ -93,7 +93,8 @@ def resolve_head(model: str, download_dir: str | None = None) -> HeadFiles:
         raise CheckpointError(
             f"the draft head {model!r:.200} must be a folder or a model of the hub (org/name); name one"
         )
-    return HeadFiles(hub.download(on_hub, None, download_dir, is_checked=False))
+    found = hub.download(on_hub, revision, download_dir, is_checked=False, more_files=[PICKLED])
+    return HeadFiles(found)
 
 
 def load_head(head: Eagle3Head, files: HeadFiles, *, dummy: bool = False) -> None:

@@ -67,10 +67,12 @@ def download(
     overrides: Mapping[str, Any] | None = None,
     *,
     is_checked: bool = True,
+    more_files: Sequence[str] = (),
 ) -> Path:
     """Returns a model's folder in the cache, or its .gguf file. If the hub cannot be reached, a cached model
     is used, with a warning. `is_checked`: a model that Shoal cannot run is refused, by its config.json with
-    `overrides` in it. Raises CheckpointError."""
+    `overrides` in it. `more_files`: names of further files to fetch where the repository has them. Raises
+    CheckpointError."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -93,7 +95,7 @@ def download(
                 model.repo,
                 revision=listing.commit,
                 cache_dir=download_dir,
-                allow_patterns=HUB_FILES,
+                allow_patterns=[*HUB_FILES, *more_files],
                 ignore_patterns=HUB_DUPLICATES,
             )
         _keep_ref(model, revision, listing.commit, download_dir)

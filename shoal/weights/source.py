@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.config import DEFAULT_MODEL
+from shoal.config import DEFAULT_MODEL, SpeculativeConfig
 from shoal.errors import CheckpointError, ConfigError, RequestError
 from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
@@ -83,10 +83,14 @@ class CheckpointFiles:
             )
         return replace(self, overrides=overrides)
 
-    def with_head(self, model: str, download_dir: str | None = None) -> CheckpointFiles:
-        """Returns the files with the draft head that `model` names. Raises CheckpointError if it was made for
-        another model."""
-        head = resolve_head(model, download_dir)
+    def with_head(
+        self, options: SpeculativeConfig | None, download_dir: str | None = None
+    ) -> CheckpointFiles:
+        """Returns the files with the draft head that the options name, if they name one. Raises
+        CheckpointError if it was made for another model."""
+        if options is None or options.model is None:
+            return self
+        head = resolve_head(options.model, options.revision, download_dir)
         head.config.check_target(self.config, str(head.folder))
         return replace(self, head=head)
 
@@ -99,7 +103,10 @@ class CheckpointFiles:
     @cached_property
     def config(self) -> ModelConfig:
         own = self._own_config()
-        return own if self.head is None else replace(own, head_layers=self.head.config.decoder.layers)
+        if self.head is None:
+            return own
+        head = self.head.config
+        return replace(own, head_layers=head.decoder.layers, head_drafts=head.num_drafts)
 
     def _own_config(self) -> ModelConfig:
         if self.file is None:

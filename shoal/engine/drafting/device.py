@@ -8,13 +8,17 @@ is accepted if it is what was drawn there: the tokens are the same as without dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shoal.attention.step_input import SharedPrefixes, StepInput
 from shoal.config import SpeculativeConfig
+from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
 from shoal.kernels.ops import Ops
+from shoal.kernels.state import Field
 
 # Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
 # attention reads kilobytes.
@@ -22,9 +26,10 @@ MOST_HISTORY = 1 << 16
 HELD = {0: None, 1: False, 2: True}  # Report.FIRST
 
 
-def history_length(max_model_len: int) -> int:
-    """Returns the number of a row's last tokens that the device keeps."""
-    return min(max_model_len, MOST_HISTORY)
+def history_length(options: SpeculativeConfig, max_model_len: int) -> int:
+    """Returns the number of a row's last tokens that the device keeps. A head reads a whole prompt there,
+    chunk by chunk."""
+    return max_model_len if options.has_head else min(max_model_len, MOST_HISTORY)
 
 
 class Drafting:
@@ -40,8 +45,11 @@ class Drafting:
         block_tables: tuple[torch.Tensor, ...],
         max_model_len: int,
         device: torch.device,
+        drafter: HeadDrafter | None = None,
     ) -> None:
-        """`table`, `active_B`, `sampled_S` and `block_tables`: parts of the rank's BatchState."""
+        """`table`, `active_B`, `sampled_S` and `block_tables`: parts of the rank's BatchState. `drafter`:
+        None: drafts are looked up."""
+        self._drafter = drafter
         self._ops, self.queries = ops, options.queries
         self._table, self._active_B, self._sampled_S = table, active_B, sampled_S
         self._block_tables = block_tables
@@ -51,7 +59,7 @@ class Drafting:
         with torch.device(device):
             self.rows = DraftRows(
                 torch.zeros(num_rows, most, dtype=torch.int32),
-                torch.zeros(num_rows, history_length(max_model_len), dtype=torch.int32),
+                torch.zeros(num_rows, history_length(options, max_model_len), dtype=torch.int32),
             )
             self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
             self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
@@ -62,6 +70,11 @@ class Drafting:
             self._query_starts = {
                 n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
             }
+
+    @property
+    def history_length(self) -> int:
+        """The number of a row's last tokens that the device keeps."""
+        return self.rows.history_RL.shape[1]
 
     @property
     def report_size(self) -> int:
@@ -135,8 +148,17 @@ class Drafting:
         self._ops.accept(
             sampled_N, rows, starts, verified_B, num_decodes, queries, table, self.rows, report_SX
         )
-        self._ops.look_up(rows, table, self.rows, self._parameters, report_SX)
+        if self._drafter is None:
+            self._ops.look_up(rows, table, self.rows, self._parameters, report_SX)
+        else:
+            counts_S = self._drafter.propose(rows, self.rows)
+            report_SX[:, Report.NUM_DRAFTS] = table[rows.long(), Field.NUM_DRAFTS] = counts_S
         return report_SX
+
+    def end_layers(self, after_layer: Callable[[int], None]) -> None:
+        """Reports a head's layers, which run in `end`."""
+        for layer in () if self._drafter is None else self._drafter.head.layers:
+            after_layer(layer)
 
 
 def read_reports(report: torch.Tensor) -> tuple[list[list[int]], list[DraftReport]]:

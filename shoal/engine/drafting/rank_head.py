@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -41,7 +42,8 @@ class RankHead:
         CheckpointError, and ConfigError if the head can't be divided over the ranks."""
         check_parallel(files.config.decoder, tp.size)
         self.files, self.dummy = files, dummy
-        self.first_layer = target.config.num_layers  # its caches follow the target's
+        first = target.config.num_layers
+        self.layers = range(first, first + len(files.config.decoder.layers))  # behind the target's
         names = files.names
         embedding = None if EMBEDDING in names else target.embed_tokens
         with holding():
@@ -49,15 +51,16 @@ class RankHead:
                 files.config, target.config, tp, ops, backends, embedding, has_ids=IDS in names
             )
         self.module.allocate_ropes(max_position)
+        self.max_position = max_position
         self.states = HiddenStates(target, self.module.state_layers)
 
     def load(self) -> None:
         """Fills the weights, at the start and after a sleep that dropped them."""
         load_head(self.module, self.files, dummy=self.dummy)
 
-    def caches_of(self, layers: Sequence[LayerCache]) -> Sequence[LayerCache]:
+    def caches_of(self, layers: Sequence[Any]) -> Sequence[LayerCache]:
         """Its caches, among a cache's for all layers."""
-        return layers[self.first_layer :]
+        return layers[self.layers.start :]
 
 
 def build_head(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import torch
 
-from shoal.config import ResolvedConfig
+from shoal.config import ResolvedConfig, SpeculativeConfig
 from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
 from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.engine.ranks.workers import Pending, WorkerProcesses
@@ -238,7 +238,7 @@ def serve_rank(
 ) -> dict[str, Callable[..., Any]]:
     """Returns the table of commands that a rank other than 0 serves (engine/ranks/worker_main.py), on a
     ModelRunner like rank 0's."""
-    resolved = ResolvedConfig(**config)
+    resolved = ResolvedConfig(**config | {"speculative": SpeculativeConfig.of(config["speculative"])})
     if resolved.device == "cuda":
         use_gpu(rank)
     else:
@@ -247,8 +247,7 @@ def serve_rank(
     files = resolve(
         resolved.model, resolved.revision, resolved.download_dir, overrides=resolved.hf_overrides
     ).overridden(resolved.hf_overrides)
-    if resolved.speculative is not None and resolved.speculative.model is not None:
-        files = files.with_head(resolved.speculative.model, resolved.download_dir)
+    files = files.with_head(resolved.speculative, resolved.download_dir)
     connect_sums(resolved, files, tp)
     return commands.bound_to(ModelRunner(resolved, files, tp, exports[rank] if exports else None))
 

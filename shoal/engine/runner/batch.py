@@ -346,6 +346,7 @@ class BatchBuilder:
                     float_bits(params.min_p),
                     1,
                     0,
+                    seq.room,
                 )
             )
         self.rooms[row] = seq.room

@@ -18,6 +18,7 @@ import torch
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
 from shoal.engine.drafting.device import Drafting
+from shoal.engine.drafting.head_drafter import build_drafter
 from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
@@ -114,7 +115,8 @@ class ModelRunner:
         if options is not None:
             state = self.state
             parts = state.table, state.active_B, state.sampled_S, state.block_tables
-            self.drafting = Drafting(options, ops, *parts, self.max_model_len, self.device)
+            drafter = build_drafter(self.head, ops, state.table, lambda: self.cache.layers, options)
+            self.drafting = Drafting(options, ops, *parts, self.max_model_len, self.device, drafter)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all

@@ -160,6 +160,8 @@ class Steps:
         report = None
         if self.drafting is not None:
             report = self.drafting.end(int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), sections)
+            if after_layer is not None:
+                self.drafting.end_layers(after_layer)
         return self._collect(header, outcome, options, report)
 
     def _collect(

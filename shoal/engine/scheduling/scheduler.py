@@ -156,6 +156,7 @@ class Scheduler:
         self._target_itl_s = target_itl_s
         self._step_sizes = step_sizes
         self._queries = queries
+        self.lookahead = 0  # further tokens for which a decode gets blocks, where some are free
         self._num_added = 0
         self._num_preemptions = 0
         self._step_tokens = 0
@@ -414,6 +415,8 @@ class Scheduler:
                 if seq.status is DECODE:
                     continue  # it waits for blocks that come back; those after it may need none
                 break
+            if seq.room < (reach := min(end + self.lookahead, seq.max_num_tokens)):
+                self.blocks.grow(seq, reach)
             seq.num_computed = end
             seq.num_tokens = end + 1
             scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, True))

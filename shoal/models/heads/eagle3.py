@@ -61,6 +61,8 @@ class FirstLayer(nn.Module):
         assert out is not None
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]
+        if len(residual) == 0:  # a chunk that ends no prompt
+            return None, residual
         x = attention.o_proj.add_to(out, residual)
         return self.mlp(x, residual, self.post_attention_layernorm)
 

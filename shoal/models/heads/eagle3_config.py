@@ -40,6 +40,7 @@ class Eagle3Config:
     norm_before_residual: bool = False  # the first residual is the normed hidden state
     norm_before_fc: bool = False  # all hidden states together are normed
     norm_output: bool = False  # the next draft starts with the normed result
+    num_drafts: int | None = None  # a step, as its authors advise; None: not said
     made_for: tuple[str, ...] = ()  # the target's class in config.json; empty: not said
 
     def layers_read(self, num_layers: int) -> tuple[int, ...]:
@@ -105,8 +106,10 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
         if fields.flag(flag):
             raise CheckpointError(f"{where}: {flag} must be false for a draft head, got true")
     verifier: Mapping[str, Any] = {}
+    num_drafts = None
     if is_wrapped:
-        verifier = _object(_object(config, "speculators_config", where), "verifier", where)
+        proposal = _object(config, "speculators_config", where)
+        verifier, num_drafts = _object(proposal, "verifier", where), _num_drafts(proposal, where)
     classes = verifier.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise CheckpointError(
@@ -120,6 +123,7 @@ def read_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Config:
         norm_before_residual=fields.flag("norm_before_residual"),
         norm_before_fc=fields.flag("norm_before_fc"),
         norm_output=fields.flag("norm_output"),
+        num_drafts=num_drafts,
         made_for=tuple(classes),
     )
 
@@ -147,6 +151,16 @@ def _state_layers(fields: ConfigFields) -> tuple[int, ...] | None:
             f"{fields.where}: {name} must be {NUM_STATES} ascending layers, got {list(found)}"
         )
     return found
+
+
+def _num_drafts(proposal: Mapping[str, Any], where: str) -> int | None:
+    """Returns the number of drafts of the method that is the default, or the first one; None: it has none."""
+    methods = [method for method in proposal.get("proposal_methods") or () if isinstance(method, dict)]
+    usual = proposal.get("default_proposal_method")
+    methods.sort(key=lambda method: method.get("proposal_type") != usual)
+    if not methods or methods[0].get("speculative_tokens") is None:
+        return None
+    return ConfigFields(methods[0], where).count("speculative_tokens")
 
 
 def _object(config: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

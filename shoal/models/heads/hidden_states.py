@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.attention.step_input import StepInput
 from shoal.models.decoder import Decoder
 
 
@@ -20,6 +21,7 @@ class HiddenStates:
         """To be made before weights are loaded, as layers that run as one call can't be read."""
         self._width = len(layers) * decoder.config.hidden_size
         self._states_TX = torch.empty(0, self._width)
+        self._step: StepInput | None = None
         first = min(layers)
         wrapped = {
             i: _ReadLayer(
@@ -29,15 +31,20 @@ class HiddenStates:
         }
         decoder.running = [(i, wrapped.get(i, layer)) for i, layer in decoder.running]
 
-    def of_step(self, num_tokens: int) -> torch.Tensor:
-        """[T, X] of the step that has just run. After a rehearsal, which leaves layers out, they mean
-        nothing."""
-        if len(self._states_TX) != num_tokens:
-            self.begin(num_tokens)
+    @property
+    def step(self) -> StepInput:
+        """The step that has just run."""
+        assert self._step is not None
+        return self._step
+
+    @property
+    def states_TX(self) -> torch.Tensor:
+        """The hidden states of all tokens of `step`, [T, X]."""
         return self._states_TX
 
-    def begin(self, num_tokens: int) -> None:
-        self._states_TX = self._states_TX.new_empty(num_tokens, self._width)
+    def begin(self, step: StepInput) -> None:
+        self._step = step
+        self._states_TX = self._states_TX.new_empty(step.num_tokens, self._width)
 
     def store(self, place: int, x_TD: torch.Tensor | None, residual_TD: torch.Tensor) -> None:
         size = residual_TD.shape[1]
@@ -56,12 +63,12 @@ class _ReadLayer(nn.Module):
         self.layer, self.states, self.places, self.is_first = layer, states, places, is_first
 
     def forward(
-        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, *others: Any
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: StepInput, *others: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         if self.is_first:
-            self.states.begin(len(residual_TD))
+            self.states.begin(step)
         tp = self.layer.input_layernorm.tp  # None: x is whole on every rank
         whole_TD = x_TD if x_TD is None or tp is None else tp.all_reduce(x_TD.clone())
         for place in self.places:
             self.states.store(place, whole_TD, residual_TD)
-        return self.layer(x_TD, residual_TD, *others)
+        return self.layer(x_TD, residual_TD, step, *others)

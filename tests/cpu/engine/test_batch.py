@@ -100,6 +100,7 @@ def test_an_admitted_row_holds_every_field_where_the_kernels_read_it():
         Field.MIN_P: np.float32(0.25).view(np.int32),
         Field.MAX_TOKENS: 1,
         Field.NUM_DRAFTS: 0,
+        Field.ROOM: 8,
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.api import Request
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, SpeculativeConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, ConfigError
@@ -42,7 +42,7 @@ def build(target):
         cores.append(
             EngineCore(
                 EngineConfig(model=str(target), **FORMS | options),
-                files if head is None else files.with_head(str(head)),
+                files if head is None else files.with_head(named(head)),
             )
         )
         return cores[-1]
@@ -50,6 +50,10 @@ def build(target):
     yield make
     for core in cores:
         core.exit()
+
+
+def named(head):
+    return SpeculativeConfig("eagle3", 1, model=str(head))
 
 
 def answer(core):
@@ -129,7 +133,7 @@ def test_caches_of_a_target_with_and_without_a_head_have_other_names(build, head
     files = resolve(str(target))
     found = {
         checkpoint_fingerprint(f, False)
-        for f in (files, files.with_head(str(head)), files.with_head(str(other)))
+        for f in (files, files.with_head(named(head)), files.with_head(named(other)))
     }
     assert len(found) == 3
     assert of_head(build(head)) != of_head(build(other))
@@ -138,14 +142,14 @@ def test_caches_of_a_target_with_and_without_a_head_have_other_names(build, head
 def test_a_head_of_another_model_is_refused_by_name(target, head, tmp_path):
     other = tiny.write_model(tmp_path, "llama", num_hidden_layers=8, hidden_size=96)
     with pytest.raises(CheckpointError, match="hidden_size must be 96 as in the model, got 48"):
-        resolve(str(other)).with_head(str(head))
+        resolve(str(other)).with_head(named(head))
 
 
 def test_a_head_that_does_not_divide_is_refused(target, head):
     from shoal.models.parallel import check_parallel
 
     with pytest.raises(ConfigError, match="num_attention_heads 6"):
-        check_parallel(resolve(str(target)).with_head(str(head)).head.config.decoder, 4)
+        check_parallel(resolve(str(target)).with_head(named(head)).head.config.decoder, 4)
 
 
 def test_the_config_of_a_head_may_be_shorter_than_its_target(build, head):

@@ -102,7 +102,7 @@ def test_a_head_computes_what_transformers_modules_do(form, flags, target, tmp_p
     for start, step in chunks(tokens, [11, 1, 13]):
         select_S = torch.tensor([step.num_tokens - 1])
         model(step, caches, select_S)
-        read = states.of_step(step.num_tokens)
+        read = states.states_TX
         torch.testing.assert_close(
             read, oracle.states(tokens[:25])[start : start + step.num_tokens], rtol=1e-3, atol=1e-3
         )
@@ -151,7 +151,7 @@ def test_the_layers_that_a_config_names_are_read(target, tmp_path):
     [(_, step)] = chunks(tokens, [9])
     model(step, caches_of(model.config.layers))
     want = TargetOracle(target, layers=(0, 1, 7)).states(tokens)
-    torch.testing.assert_close(states.of_step(9), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(states.states_TX, want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""`HeadDrafter`: drafts by a head, at the end of a step, on the device alone.
+
+First the head runs all slots of the step, in prompts too, so that its cache is as long as the target's. The
+slot before a row's TOKEN gives the first draft. Each further one takes one more slot, which begins with the
+draft before it and with the head's own output. The next step computes these slots again, with the target's
+hidden states, so slots of rejected drafts need no end.
+
+A draft is sampled as the target samples a token: by the request's own parameters, with the noise of the
+position. So it is right as often as the head's distribution allows, at any temperature.
+
+S sequences that the step sampled from · T its tokens · K drafts · L tokens of a history · R state rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.attention.step_input import StepInput
+from shoal.config import SpeculativeConfig
+from shoal.engine.drafting.rank_head import RankHead
+from shoal.kernels.drafting.draft_rows import DraftRows
+from shoal.kernels.ops import Ops
+from shoal.kernels.state import FIELDS, Field
+from shoal.layers.attention import Attention
+
+
+class HeadDrafter:
+    """Drafts up to `num_drafts` tokens a sequence. Rows are those of the batch state, whose last row is
+    nobody's; there row -1, which is padding, reads and writes."""
+
+    def __init__(
+        self,
+        head: RankHead,
+        ops: Ops,
+        table: torch.Tensor,
+        caches: Callable[[], Sequence[Any]],
+        num_drafts: int,
+    ) -> None:
+        """`caches` returns all layers' caches, the head's last."""
+        self.head, self.ops, self.table, self.caches = head, ops, table, caches
+        self.num_drafts = num_drafts
+        attentions = [layer.self_attn for layer in head.module.layers]
+        self.backends = {attention.backend for attention in attentions if isinstance(attention, Attention)}
+
+    def propose(self, rows_S: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
+        """Writes drafts after each row's TOKEN, which the step has sampled and the history has. Returns how
+        many there are, int32 [S].
+
+        A row that lacks blocks for further slots gets fewer drafts."""
+        module, caches, step = self.head.module, self.head.caches_of(self.caches()), self.head.states.step
+        length, rows = drafts.history_RL.shape[1], rows_S.long()
+        # `sample` writes into the rows that it samples for: these are copies.
+        fields_SF = self.table[rows, :FIELDS]
+        positions_S, rooms_S = fields_SF[:, Field.POSITION].clone(), fields_SF[:, Field.ROOM].clone()
+        following_T = drafts.history_RL[step.rows_T.long(), (step.positions_T.long() + 1) % length]
+        hidden_TD = module.fuse(self.head.states.states_TX)
+        before_S = _slots_before(step, rows_S, positions_S)
+        normed_SD, hidden_SD = module(following_T, hidden_TD, step, caches, before_S)
+        if len(rows_S) == 0:
+            return torch.zeros_like(rows_S)
+        is_row_S = rows_S >= 0
+        own_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
+        copies_S = torch.where(is_row_S, own_S, -1)
+        drafted_S = torch.zeros_like(rows_S)
+        for i in range(self.num_drafts):
+            if i:
+                slots_S = positions_S + (i - 1)
+                step_of_one = self._step(step, rows_S, slots_S, is_row_S & (slots_S < rooms_S))
+                normed_SD, hidden_SD = module(drafted_S, hidden_SD, step_of_one, caches)
+            self.ops.sample(module.logits(normed_SD), copies_S, positions_S + i, fields_SF, drafted_S)
+            drafts.drafts_RK[rows, i] = drafted_S
+        num_slots_S = (rooms_S - positions_S).clamp(min=0, max=self.num_drafts - 1)
+        return torch.where(is_row_S, num_slots_S + 1, 0).int()
+
+    def _step(
+        self, step: StepInput, rows_S: torch.Tensor, slots_S: torch.Tensor, exists_S: torch.Tensor
+    ) -> StepInput:
+        """A step of one slot a sequence; of a sequence without that slot it is padding."""
+        positions_S = torch.where(exists_S, slots_S, -1)
+        one = StepInput(
+            token_ids_T=slots_S,  # the head gets the tokens beside the step
+            positions_T=positions_S,
+            rows_T=torch.where(exists_S, rows_S, -1),
+            rows_S=torch.where(exists_S, rows_S, -1),
+            query_starts_S=torch.arange(len(rows_S) + 1, dtype=torch.int32, device=rows_S.device),
+            kv_lens_S=positions_S + 1,
+            block_tables=step.block_tables,
+            num_decodes=len(rows_S),
+            max_kv_len=min(step.max_kv_len + self.num_drafts, self.head.max_position),
+        )
+        for backend in self.backends:
+            backend.begin(one)
+        return one
+
+
+def build_drafter(
+    head: RankHead | None,
+    ops: Ops,
+    table: torch.Tensor,
+    caches: Callable[[], Sequence[Any]],
+    options: SpeculativeConfig,
+) -> HeadDrafter | None:
+    """Returns the drafter of a rank with a head. None: it has no head."""
+    return None if head is None else HeadDrafter(head, ops, table, caches, options.num_speculative_tokens)
+
+
+def _slots_before(step: StepInput, rows_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+    """Returns for each row the index in T of the token before its TOKEN, which is at `positions_S`, and for
+    padding any. int64 [S]"""
+    found_S = (rows_S[:, None] == step.rows_S[None]).int().argmax(dim=1)
+    last_S, lens_S = step.query_starts_S[found_S + 1] - 1, step.kv_lens_S[found_S]
+    return torch.where(rows_S >= 0, last_S - (lens_S - positions_S), 0).long()
