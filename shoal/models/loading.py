@@ -109,12 +109,12 @@ def by_halves(tensor: CheckpointTensor, config: ModelConfig) -> CheckpointTensor
     """A tensor of q or k of a layer whose rotated pairs are neighbours in the checkpoint. Its rows are moved
     such that the pairs lie half of the rotated numbers apart. Only GGUF's packed rows can be moved; others
     are unpacked."""
-    layer = LAYER.search(tensor.name)
-    assert layer is not None, f"{tensor.name} belongs to no layer"
-    attention = config.layers[int(layer[1])].attention
-    assert attention is not None, f"{tensor.name} belongs to a layer without attention"
 
     def load(stored: Loaded, name: str) -> None:
+        layer = LAYER.search(tensor.name)
+        assert layer is not None, f"{tensor.name} belongs to no layer"
+        attention = config.layers[int(layer[1])].attention
+        assert attention is not None, f"{tensor.name} belongs to a layer without attention"
         rotated = torch.arange(attention.rotary_dim, device="cpu").view(-1, 2).T.flatten()
         rest = torch.arange(attention.rotary_dim, attention.head_dim, device="cpu")
         in_head = torch.cat((rotated, rest))
