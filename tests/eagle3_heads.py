@@ -38,7 +38,7 @@ LAYER = dict(
 
 
 def ring(period: int) -> list[int]:
-    """What follows each token: rings of `period` tokens among the letters; other tokens lead to the first letter."""
+    """Returns what follows each token: rings of `period` tokens among the letters; others lead to the first letter."""
     follows = [0] * VOCAB
     for start in range(0, LETTERS, period):
         members = list(range(start, min(start + period, LETTERS)))
