@@ -8,13 +8,13 @@ from typing import Any
 
 from shoal.models.config_fields import ConfigFields
 
-SIGMOID = 2  # of expert_gating_func
+SIGMOID = 2  # as expert_gating_func says it
 EXPERT_TENSORS = {
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
-    # of layers that draft, which are left out
+    # tensors that only layers which draft have; they are left out
     **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
