@@ -207,7 +207,7 @@ class SpeculativeConfig:
         24, "suffix: most tokens of match and drafts together", low=1, high=MOST_DRAFTS
     )
     suffix_decoding_max_cached_requests: int = option(
-        10_000, "suffix: earlier answers that are kept for look-ups; 0: none", low=0
+        0, "suffix: earlier answers in which drafts are looked up; none so far", low=0, high=0
     )
     suffix_decoding_max_spec_factor: float = option(
         1.0, "suffix: most drafts for each token of the match", low=0

@@ -39,7 +39,7 @@ TOKENS_OF_SHORT_SEQ = 256
 ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
-DRAFTERS = ("ngram", "eagle3")  # methods of speculation that have a drafter
+DRAFTERS = ("ngram", "suffix", "eagle3")  # methods of speculation that have a drafter
 ALIASES = {"half": "float16", "float": "float32"}
 
 

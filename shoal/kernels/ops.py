@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kernels.drafting.draft_rows import DraftRows, LookUp
+from shoal.kernels.drafting.draft_rows import DraftRows, LookUp, SuffixLookUp
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.recurrent.sequences import Sequences
@@ -279,7 +279,7 @@ class Ops(Protocol):
         rows_S: torch.Tensor,
         table: torch.Tensor,
         drafts: DraftRows,
-        parameters: LookUp,
+        parameters: LookUp | SuffixLookUp,
         report_SX: torch.Tensor,
     ) -> None: ...
 

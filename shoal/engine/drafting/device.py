@@ -16,7 +16,7 @@ from shoal.attention.step_input import SharedPrefixes, StepInput
 from shoal.config import SpeculativeConfig
 from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.scheduling.draft_lengths import DraftReport
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 
@@ -30,6 +30,17 @@ def history_length(options: SpeculativeConfig, max_model_len: int) -> int:
     """Returns the number of a row's last tokens that the device keeps. A head reads a whole prompt there,
     chunk by chunk."""
     return max_model_len if options.has_head else min(max_model_len, MOST_HISTORY)
+
+
+def _parameters_of(options: SpeculativeConfig, most: int) -> LookUp | SuffixLookUp:
+    if options.method != "suffix":
+        return LookUp(most, options.prompt_lookup_min, options.prompt_lookup_max)
+    return SuffixLookUp(
+        most,
+        options.suffix_decoding_max_tree_depth,
+        options.suffix_decoding_max_spec_factor,
+        options.suffix_decoding_min_token_prob,
+    )
 
 
 class Drafting:
@@ -55,7 +66,7 @@ class Drafting:
         self._block_tables = block_tables
         num_rows, size = table.shape[0], active_B.shape[0]
         most = options.num_speculative_tokens
-        self._parameters = LookUp(most, options.prompt_lookup_min, options.prompt_lookup_max)
+        self._parameters = _parameters_of(options, most)
         with torch.device(device):
             self.rows = DraftRows(
                 torch.zeros(num_rows, most, dtype=torch.int32),

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import logging
 import platform
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -81,6 +81,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int64),
     ),
     "shoal_look_up": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int64)),
+    "shoal_look_up_suffix": (
+        c_int,
+        (c_void_p, c_void_p, c_int, c_int, c_int, c_double, c_double, c_void_p, c_int64),
+    ),
     "shoal_set_threads": (None, (c_int,)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }

@@ -96,3 +96,89 @@ void shoal_look_up(const DraftRows *d, const int32_t *rows, int count, int max_d
                    int64_t report_stride) {
     parallel(look_up_unit, &(Look){d, rows, report, report_stride, max_drafts, min_match, max_match}, count);
 }
+
+// A look-up that counts: the oracle is look_up_suffix.
+typedef struct {
+    const DraftRows *drafts;
+    const int32_t *rows;
+    int32_t *report, *rooms;    // a room for each row
+    int64_t report_stride;
+    int max_drafts, depth;
+    double factor, min_probability;
+} SuffixLook;
+
+static int by_value(const void *a, const void *b) {
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+// Sorts `n` tokens, and returns the most frequent one, of equals the smallest. *count gets its number.
+static int32_t most_frequent(int32_t *tokens, int n, int *count) {
+    int32_t best = 0;
+    qsort(tokens, (size_t)n, sizeof *tokens, by_value);
+    *count = 0;
+    for (int start = 0, end; start < n; start = end) {
+        for (end = start + 1; end < n && tokens[end] == tokens[start];) end++;
+        if (end - start > *count) *count = end - start, best = tokens[start];
+    }
+    return best;
+}
+
+static void look_up_suffix_unit(void *shared, int s, int thread) {
+    const SuffixLook *job = shared;
+    const DraftRows *d = job->drafts;
+    (void)thread;
+    if (job->rows[s] < 0) return;
+    int32_t *fields = d->table + job->rows[s] * d->table_stride, *drafts = d->drafts + (int64_t)job->rows[s] * d->num_drafts;
+    const int32_t *history = d->history + (int64_t)job->rows[s] * d->length;
+    const int64_t all = fields[POSITION] + 1, oldest = all > d->length ? all - d->length : 0;
+    const int last = (int)(all - oldest);
+    int32_t *tokens = job->rooms + (int64_t)s * 4 * d->length, *ends = tokens + last, *alive = ends + last, *next = alive + last;
+    for (int i = 0; i < last; i++) tokens[i] = history[(oldest + i) % d->length];
+    int num_ends = 0, num_best = 0;
+    int32_t chosen[job->max_drafts];
+    for (int end = 1; end < last; end++) ends[num_ends++] = end;
+    double best = 0;
+    for (int size = 1; size <= job->depth; size++) {
+        int n = 0;
+        for (int i = 0; i < num_ends; i++)
+            if (ends[i] >= size && tokens[ends[i] - size] == tokens[last - size]) ends[n++] = ends[i];
+        if (!(num_ends = n)) break;
+        int limit = (int)(size * job->factor);
+        if (limit > job->depth - size) limit = job->depth - size;
+        if (limit > job->max_drafts) limit = job->max_drafts;
+        int32_t found[limit > 0 ? limit : 1];
+        int num = 0, num_alive = num_ends;
+        double score = 0, probability = 1;
+        memcpy(alive, ends, sizeof(int32_t) * (size_t)num_ends);
+        while (num < limit) {
+            int count = 0, followers = 0;
+            for (int i = 0; i < num_alive; i++)
+                if (alive[i] + num < last) next[followers++] = tokens[alive[i] + num];
+            if (!followers) break;
+            const int32_t token = most_frequent(next, followers, &count);
+            probability *= (double)count / followers;
+            if (probability < job->min_probability) break;
+            n = 0;
+            for (int i = 0; i < num_alive; i++)
+                if (alive[i] + num < last && tokens[alive[i] + num] == token) alive[n++] = alive[i];
+            num_alive = n, found[num++] = token, score += probability;
+        }
+        if (num && score >= best) {
+            best = score, num_best = num;
+            memcpy(chosen, found, sizeof(int32_t) * (size_t)num);
+        }
+    }
+    memcpy(drafts, chosen, sizeof(int32_t) * (size_t)num_best);
+    fields[NUM_DRAFTS] = job->report[s * job->report_stride + REPORT_DRAFTS] = num_best;
+}
+
+// Returns -1 if there is no memory.
+int shoal_look_up_suffix(const DraftRows *d, const int32_t *rows, int count, int max_drafts, int depth, double factor, double min_probability,
+                         int32_t *report, int64_t report_stride) {
+    int32_t *rooms = malloc(sizeof(int32_t) * 4 * (size_t)d->length * (size_t)(count ? count : 1));
+    if (!rooms) return -1;
+    parallel(look_up_suffix_unit, &(SuffixLook){d, rows, report, rooms, report_stride, max_drafts, depth, factor, min_probability}, count);
+    free(rooms);
+    return 0;
+}

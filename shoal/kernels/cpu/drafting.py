@@ -8,7 +8,7 @@ import torch
 
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.drafting import reference
-from shoal.kernels.drafting.draft_rows import DraftRows, LookUp
+from shoal.kernels.drafting.draft_rows import DraftRows, LookUp, SuffixLookUp
 
 LIBRARY = cpu_build.load()
 
@@ -70,23 +70,25 @@ def accept(
 
 
 def look_up(
-    rows_S: torch.Tensor, table: torch.Tensor, drafts: DraftRows, parameters: LookUp, report_SX: torch.Tensor
+    rows_S: torch.Tensor,
+    table: torch.Tensor,
+    drafts: DraftRows,
+    parameters: LookUp | SuffixLookUp,
+    report_SX: torch.Tensor,
 ) -> None:
     if LIBRARY is None:
         reference.look_up(rows_S, table, drafts, parameters, report_SX)
         return
     _check_ints(rows_S, report_SX)
     described = _described(table, drafts)
-    LIBRARY.shoal_look_up(
-        ctypes.addressof(described),
-        rows_S.data_ptr(),
-        rows_S.shape[0],
-        parameters.max_drafts,
-        parameters.min_match,
-        parameters.max_match,
-        report_SX.data_ptr(),
-        report_SX.stride(0),
-    )
+    rows = ctypes.addressof(described), rows_S.data_ptr(), rows_S.shape[0], parameters.max_drafts
+    report = report_SX.data_ptr(), report_SX.stride(0)
+    if isinstance(parameters, LookUp):
+        LIBRARY.shoal_look_up(*rows, parameters.min_match, parameters.max_match, *report)
+    elif LIBRARY.shoal_look_up_suffix(
+        *rows, parameters.depth, parameters.factor, parameters.min_probability, *report
+    ):
+        raise MemoryError(f"no memory to look up drafts of {rows_S.shape[0]} sequences")
 
 
 def _described(table: torch.Tensor, drafts: DraftRows) -> cpu_build.DraftRowsStruct:

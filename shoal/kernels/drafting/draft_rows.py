@@ -39,3 +39,17 @@ class LookUp:
     max_drafts: int
     min_match: int
     max_match: int
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixLookUp:
+    """Parameters of a look-up that counts (SuffixDecoding, Oliaro et al. 2024). After each suffix of the
+    sequence that stood before, drafts follow the most frequent continuation, up to `factor` times the length
+    of the suffix, and `depth` tokens with it. They end where their estimated probability, the product of the
+    shares of continuations, falls below `min_probability`. The suffix with the largest sum of these
+    probabilities wins."""
+
+    max_drafts: int
+    depth: int
+    factor: float
+    min_probability: float

@@ -7,9 +7,11 @@ of a history · R state rows · X int32s of a report.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field
 
 
@@ -98,7 +100,11 @@ def look_up(
             continue
         end = int(table[row, Field.POSITION]) + 1
         positions = torch.arange(max(0, end - length), end) % length
-        found = look_up_tokens(drafts.history_RL[row, positions].tolist(), parameters)
+        tokens = drafts.history_RL[row, positions].tolist()
+        if isinstance(parameters, SuffixLookUp):
+            found = look_up_suffix(tokens, parameters)
+        else:
+            found = look_up_tokens(tokens, parameters)
         drafts.drafts_RK[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
         table[row, Field.NUM_DRAFTS] = report_SX[s, Report.NUM_DRAFTS] = len(found)
 
@@ -111,6 +117,35 @@ def look_up_tokens(tokens: list[int], parameters: LookUp) -> list[int]:
             if tokens[start : start + size] == suffix:
                 return tokens[start + size : start + size + parameters.max_drafts]
     return []
+
+
+def look_up_suffix(tokens: list[int], parameters: SuffixLookUp) -> list[int]:
+    """Returns the drafts after these tokens. Of equally frequent tokens the one with the smallest id counts,
+    of equally good suffixes the longest."""
+    best: tuple[float, list[int]] = (0.0, [])
+    size, ends = 0, list(range(1, len(tokens)))  # where the suffix of `size` tokens ended before
+    while size < parameters.depth:
+        size += 1
+        ends = [end for end in ends if end >= size and tokens[end - size] == tokens[-size]]
+        if not ends:
+            break
+        limit = min(parameters.max_drafts, int(size * parameters.factor), parameters.depth - size)
+        found, score, probability, alive = list[int](), 0.0, 1.0, ends
+        while len(found) < limit:
+            followers = Counter(tokens[end + len(found)] for end in alive if end + len(found) < len(tokens))
+            if not followers:
+                break
+            token, count = min(followers.items(), key=lambda item: (-item[1], item[0]))
+            probability *= count / followers.total()
+            if probability < parameters.min_probability:
+                break
+            at = len(found)
+            alive = [end for end in alive if end + at < len(tokens) and tokens[end + at] == token]
+            found.append(token)
+            score += probability
+        if found and score >= best[0]:
+            best = score, found
+    return best[1]
 
 
 def write_histories(entries: torch.Tensor, drafts: DraftRows) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from shoal.kernels.cpu import drafting as cpu_drafting
 from shoal.kernels.drafting import reference
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report
+from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
 
 ROWS, MOST, LENGTH = 9, 4, 37
@@ -46,9 +46,14 @@ def ints(*shape: int, fill: int = -7) -> torch.Tensor:
     return torch.full(shape, fill, dtype=torch.int32)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [LookUp(MOST, 1, 3), SuffixLookUp(MOST, 24, 1.0, 0.1), SuffixLookUp(MOST, 6, 2.5, 0.4)],
+    ids=["ngram", "suffix", "short suffix"],
+)
 @pytest.mark.parametrize("queries", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_in_c_is_the_references(seed: int, queries: int) -> None:
+def test_a_step_in_c_is_the_references(seed: int, queries: int, parameters: LookUp | SuffixLookUp) -> None:
     """Verifies, accepts and looks up, three steps one after the other, with padded rows among the decodes and
     prefills behind them."""
     print("seed", seed)
@@ -75,7 +80,7 @@ def test_a_step_in_c_is_the_references(seed: int, queries: int) -> None:
             ops.accept(
                 sampled, rows_S, torch.cat((starts, ends)), verified, *sizes, rows.table, rows.drafts, report
             )
-            ops.look_up(rows_S, rows.table, rows.drafts, LookUp(MOST, 1, 3), report)
+            ops.look_up(rows_S, rows.table, rows.drafts, parameters, report)
             outs += [report, *(x.clone() for x in rows.all())]
         found.append(outs)
     for a, b in zip(*found, strict=True):
@@ -131,3 +136,16 @@ def test_a_look_up_finds_what_followed_the_longest_suffix(
     tokens: list[int], least: int, drafts: list[int]
 ) -> None:
     assert reference.look_up_tokens(tokens, LookUp(MOST, least, 3)) == drafts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 9, 8, 1, 2, 3], [9, 8, 1]),  # three tokens match, so three are drafted
+        ([5, 1, 7, 1, 6, 1, 6, 5, 1], [7, 1]),  # what followed two tokens is likelier
+        ([1, 6, 2, 1, 6, 3, 1, 7, 4, 1], [6]),
+        ([1, 2, 3], []),
+    ],
+)
+def test_a_look_up_that_counts_follows_what_is_most_frequent(tokens: list[int], drafts: list[int]) -> None:
+    assert reference.look_up_suffix(tokens, SuffixLookUp(MOST, 24, 1.0, 0.1)) == drafts
