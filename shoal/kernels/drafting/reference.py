@@ -90,7 +90,11 @@ def accept(
 
 
 def look_up(
-    rows_S: torch.Tensor, table: torch.Tensor, drafts: DraftRows, parameters: LookUp, report_SX: torch.Tensor
+    rows_S: torch.Tensor,
+    table: torch.Tensor,
+    drafts: DraftRows,
+    parameters: LookUp | SuffixLookUp,
+    report_SX: torch.Tensor,
 ) -> None:
     """Drafts the tokens after each row's TOKEN from what followed the same tokens before, into the row and
     its NUM_DRAFTS, and into the report the number of them."""
