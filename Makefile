@@ -86,7 +86,7 @@ bench-gpu:
 	$(PYTHON) -m venv .venv-clients
 	index="$(TORCH_INDEX)"; .venv-clients/bin/python -m pip install --quiet $${index:+--index-url "$$index"} "$(TORCH)"
 	.venv-clients/bin/python -m pip install --quiet --requirement $<
-	if command -v npm >/dev/null; then npm --prefix tests/clients ci --no-audit --no-fund; else echo "npm was not found: Vercel's AI SDK and opencode are not tested"; fi
+	if command -v npm >/dev/null; then npm --prefix tests/clients ci --no-audit --no-fund; else echo "npm was not found: Vercel's AI SDK is not tested"; fi
 	touch $@
 
 # The extra `docs` alone, without the rest of Shoal.

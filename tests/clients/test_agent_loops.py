@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -137,11 +136,9 @@ def test_pydantic_ai(api, server, said):
     check(server, said, asyncio.run(run()))
 
 
-@pytest.mark.skipif(not shutil.which("npm"), reason="opencode needs Node and npm; npm was not found")
+# Its package brings a program of 150 MB for each kind of machine, so it is not among the clients that are installed.
+@pytest.mark.skipif(not shutil.which("opencode"), reason="opencode was not found; npm install -g opencode-ai")
 def test_opencode(server, tmp_path):
-    binary = Path(__file__).parent / "node_modules" / ".bin" / "opencode"
-    assert binary.exists(), "opencode must be installed; run npm ci in tests/clients"
-
     def bash(word):
         return call("bash", command=f"echo you said {word}", description="Says a word")
 
@@ -155,7 +152,7 @@ def test_opencode(server, tmp_path):
     config = {"provider": {"shoal": provider}, "autoupdate": False, "permission": {"bash": "allow"}}
     (tmp_path / "opencode.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [str(binary), "run", "-m", "shoal/tiny", ASK],
+        ["opencode", "run", "-m", "shoal/tiny", ASK],
         cwd=tmp_path / "work",
         env={
             "PATH": os.environ["PATH"],
