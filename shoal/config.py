@@ -210,7 +210,7 @@ class SpeculativeConfig:
         0, "suffix: earlier answers in which drafts are looked up; none so far", low=0, high=0
     )
     suffix_decoding_max_spec_factor: float = option(
-        1.0, "suffix: most drafts for each token of the match", low=0
+        1.0, "suffix: most drafts for each token of the match", low=0, high=MOST_DRAFTS
     )
     suffix_decoding_min_token_prob: float = option(
         0.1, "suffix: drafts end where their estimated probability is lower", low=0, high=1

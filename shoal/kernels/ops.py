@@ -14,7 +14,6 @@ from typing import Protocol, cast
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kernels.drafting.draft_rows import DraftRows, LookUp, SuffixLookUp
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.recurrent.sequences import Sequences
@@ -244,43 +243,6 @@ class Ops(Protocol):
         tokens_B: torch.Tensor,
         positions_B: torch.Tensor,
         kv_lens_B: torch.Tensor,
-    ) -> None: ...
-
-    def write_histories(self, entries: torch.Tensor, drafts: DraftRows) -> None: ...
-
-    def begin_verification(
-        self,
-        rows_B: torch.Tensor,
-        table: torch.Tensor,
-        drafts: DraftRows,
-        token_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        rows_T: torch.Tensor,
-        kv_lens_B: torch.Tensor,
-        starts_B: torch.Tensor,
-        verified_B: torch.Tensor,
-    ) -> None: ...
-
-    def accept(
-        self,
-        sampled_N: torch.Tensor,
-        rows_S: torch.Tensor,
-        starts_S: torch.Tensor,
-        verified_S: torch.Tensor,
-        num_decodes: int,
-        queries: int,
-        table: torch.Tensor,
-        drafts: DraftRows,
-        report_SX: torch.Tensor,
-    ) -> None: ...
-
-    def look_up(
-        self,
-        rows_S: torch.Tensor,
-        table: torch.Tensor,
-        drafts: DraftRows,
-        parameters: LookUp | SuffixLookUp,
-        report_SX: torch.Tensor,
     ) -> None: ...
 
 

@@ -17,7 +17,6 @@ from shoal.config import SpeculativeConfig
 from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
-from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 
 # Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
@@ -49,7 +48,6 @@ class Drafting:
     def __init__(
         self,
         options: SpeculativeConfig,
-        ops: Ops,
         table: torch.Tensor,
         active_B: torch.Tensor,
         sampled_S: torch.Tensor,
@@ -61,6 +59,9 @@ class Drafting:
         """`table`, `active_B`, `sampled_S` and `block_tables`: parts of the rank's BatchState. `drafter`:
         None: drafts are looked up."""
         self._drafter = drafter
+        # Speculation runs on CPUs alone so far. A GPU's process must not compile the C library.
+        from shoal.kernels.cpu import drafting as ops
+
         self._ops, self.queries = ops, options.queries
         self._table, self._active_B, self._sampled_S = table, active_B, sampled_S
         self._block_tables = block_tables

@@ -54,7 +54,11 @@ class HeadDrafter:
         length, rows = drafts.history_RL.shape[1], rows_S.long()
         # `sample` writes into the rows that it samples for: these are copies.
         fields_SF = self.table[rows, :FIELDS]
-        positions_S, rooms_S = fields_SF[:, Field.POSITION].clone(), fields_SF[:, Field.ROOM].clone()
+        # Blocks may reach beyond the longest sequence, which the history and the rope have room for.
+        positions_S, rooms_S = (
+            fields_SF[:, Field.POSITION].clone(),
+            fields_SF[:, Field.ROOM].clamp(max=length),
+        )
         following_T = drafts.history_RL[step.rows_T.long(), (step.positions_T.long() + 1) % length]
         hidden_TD = module.fuse(self.head.states.states_TX)
         before_S = _slots_before(step, rows_S, positions_S)

@@ -116,7 +116,7 @@ class ModelRunner:
             state = self.state
             parts = state.table, state.active_B, state.sampled_S, state.block_tables
             drafter = build_drafter(self.head, ops, state.table, lambda: self.cache.layers, options)
-            self.drafting = Drafting(options, ops, *parts, self.max_model_len, self.device, drafter)
+            self.drafting = Drafting(options, *parts, self.max_model_len, self.device, drafter)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all

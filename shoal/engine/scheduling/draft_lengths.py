@@ -113,6 +113,8 @@ class DraftLengths:
     def _sizes_for(self, num_decodes: int) -> list[int]:
         """Returns the sizes for which a step of that many decodes has room."""
         room = self._max_tokens // max(1, num_decodes)
+        if self.is_adaptive:
+            room //= 2  # half of a step is left to prompts
         return [size for size in self.sizes if size == 1 or size <= room]
 
     def _gains(self, history: DraftHistory) -> list[float]:

@@ -80,7 +80,7 @@ class StepPlan:
     """The content of one step. The first `num_decodes` entries are decodes, the longest first: their first
     input token is in their row on the device, or is sent with the row, and they sample at most `num_tokens`
     tokens. The others are chunks of prompts, whose tokens are sent with the step. `num_tokens` is the sum
-    over all entries, and no decode has more than `queries`."""
+    over all entries. The step has places for `queries` tokens of each decode, and no decode has more."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -250,13 +250,15 @@ class Scheduler:
         chunks: list[ScheduledSeq] = []
         queries = self._queries if self.lengths is None else self.lengths.choose(self.running)
         num_tokens = self._schedule_decodes(decodes, queries)
+        queries = max((entry.num_tokens for entry in decodes), default=1)
         if self.waiting or len(decodes) < len(self.running):
-            budget = self._prompt_budget(len(decodes), num_tokens)
+            budget = self._prompt_budget(len(decodes), len(decodes) * queries)
             self._schedule_prompts(chunks, budget)
             self._admit(chunks, budget)
             num_tokens += budget.num_taken
-            decodes += [entry for entry in chunks if entry.begins_as_decode]
-            chunks = [entry for entry in chunks if not entry.begins_as_decode]
+            if queries == 1:  # otherwise each decode has places for several tokens
+                decodes += [entry for entry in chunks if entry.begins_as_decode]
+                chunks = [entry for entry in chunks if not entry.begins_as_decode]
         if not num_tokens:
             return None
         # Attention begins with the longest, so that the short ones fill the gaps at its end.
@@ -411,6 +413,10 @@ class Scheduler:
             if seq.lockstep and (seq.num_pending or seq.is_delayed):
                 continue  # its next token depends on a token that the host has not seen, or on its grammar
             end = start + num_tokens
+            drafts = self.lengths is not None and num_tokens > 1
+            if drafts and seq.room < end and not self.blocks.grow(seq, end):
+                num_tokens = max(1, seq.room - start)  # drafts preempt no sequence
+                end = start + num_tokens
             if seq.room < end and not self._grow(seq, end):
                 if seq.status is DECODE:
                     continue  # it waits for blocks that come back; those after it may need none
@@ -461,7 +467,7 @@ class Scheduler:
         if threshold:
             num_begun = sum(seq.status is PREFILL for seq in self.running)
             cap = policy.prompt_cap(max_tokens, threshold, num_begun + len(self.waiting))
-        tokens = max_tokens - num_tokens
+        tokens = max(0, max_tokens - num_tokens)
         costs = self.costs
         if costs is None or self._target_itl_s is None:
             return PromptBudget(tokens, cap)

@@ -156,6 +156,9 @@ class StateBlocks(GroupedBlocks):
     def copies(self, scheduled: abc.Sequence[SeqPart]) -> StateCopies | None:
         restores: list[tuple[int, list[int]]] = []
         saves: list[tuple[int, list[int]]] = []
+        # A snapshot that this step takes must not make room for another one of the same step: the device
+        # copies all of them at once.
+        pinned: list[StateSnapshot] = []
         for entry in scheduled:
             seq, states, end = entry.seq, states_of(entry.seq), entry.start + entry.num_tokens
             if states.restored is not None:
@@ -167,6 +170,11 @@ class StateBlocks(GroupedBlocks):
                 snapshot = self._save(seq, end)
                 if snapshot is not None:
                     saves.append((entry.row, snapshot.blocks))
+                    if not self.snapshots.is_new(snapshot):
+                        self.snapshots.pin(snapshot)
+                        pinned.append(snapshot)
+        for snapshot in pinned:
+            self.snapshots.unpin(snapshot)
         return StateCopies(restores, saves) if restores or saves else None
 
     def release(self, seq: Sequence) -> None:

@@ -1,8 +1,12 @@
 // Speculation on the rows of the batch state. kernels/drafting/reference.py says what each function does.
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "cpu.h"
 
 enum { TOKEN = 0, POSITION = 1, MAX_TOKENS = 8, NUM_DRAFTS = 9 };    // the same as Field in state.py
+enum { MOST_PLACES = 256 };    // the same as in draft_rows.py
 enum { REPORT_TOKENS, REPORT_VERIFIED, REPORT_DRAFTS, REPORT_FIRST, REPORT_SIZE };    // the same as Report in draft_rows.py
 
 // The batch state's rows, with their drafts and tokens.
@@ -81,7 +85,6 @@ static void look_up_unit(void *shared, int s, int thread) {
     const int32_t token = tokens[(last - 1) % d->length];
     int best = job->min_match - 1;
     int64_t at = last;
-    // The ring is two runs at most, each of which is scanned as it lies in memory.
     for (int64_t end = oldest + 1; end < last && best < job->max_match; end++)
         if (tokens[(end - 1) % d->length] == token) {
             const int n = match(tokens, d->length, end, last, oldest, job->max_match);
@@ -144,6 +147,10 @@ static void look_up_suffix_unit(void *shared, int s, int thread) {
         for (int i = 0; i < num_ends; i++)
             if (ends[i] >= size && tokens[ends[i] - size] == tokens[last - size]) ends[n++] = ends[i];
         if (!(num_ends = n)) break;
+        if (n > MOST_PLACES) {
+            memmove(ends, ends + n - MOST_PLACES, sizeof(int32_t) * MOST_PLACES);
+            num_ends = MOST_PLACES;
+        }
         int limit = (int)(size * job->factor);
         if (limit > job->depth - size) limit = job->depth - size;
         if (limit > job->max_drafts) limit = job->max_drafts;

@@ -10,7 +10,10 @@ from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.drafting import reference
 from shoal.kernels.drafting.draft_rows import DraftRows, LookUp, SuffixLookUp
 
+__all__ = ["accept", "begin_verification", "look_up", "write_histories"]
+
 LIBRARY = cpu_build.load()
+write_histories = reference.write_histories
 
 
 def begin_verification(

@@ -9,9 +9,7 @@ import torch
 
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
-from shoal.kernels.cpu.drafting import accept, begin_verification, look_up
 from shoal.kernels.cpu.recurrent import causal_conv, gated_delta, gated_norm, mamba2
-from shoal.kernels.drafting.reference import write_histories
 from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
@@ -28,7 +26,6 @@ from shoal.kernels.sampling.token_history import remember_last, set_last, take_r
 from shoal.kinds.attention import QueryScaling
 
 __all__ = [
-    "accept",
     "add_bias",
     "add_norm_linear",
     "add_normed",
@@ -37,7 +34,6 @@ __all__ = [
     "ban_stops",
     "ban_words",
     "begin_decode",
-    "begin_verification",
     "causal_conv",
     "copy_ints",
     "copy_rows",
@@ -53,7 +49,6 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
-    "look_up",
     "mamba2",
     "moe",
     "penalize",
@@ -65,7 +60,6 @@ __all__ = [
     "set_last",
     "soft_cap",
     "take_rows",
-    "write_histories",
 ]
 
 LIBRARY = cpu_build.load()

@@ -41,13 +41,17 @@ class LookUp:
     max_match: int
 
 
+MOST_PLACES = 256
+
+
 @dataclass(frozen=True, slots=True)
 class SuffixLookUp:
     """Parameters of a look-up that counts (SuffixDecoding, Oliaro et al. 2024). After each suffix of the
     sequence that stood before, drafts follow the most frequent continuation, up to `factor` times the length
     of the suffix, and `depth` tokens with it. They end where their estimated probability, the product of the
     shares of continuations, falls below `min_probability`. The suffix with the largest sum of these
-    probabilities wins."""
+    probabilities wins. Of each suffix the last MOST_PLACES places count, so that a look-up takes less than a
+    millisecond."""
 
     max_drafts: int
     depth: int

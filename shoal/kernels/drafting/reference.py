@@ -11,7 +11,14 @@ from collections import Counter
 
 import torch
 
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.drafting.draft_rows import (
+    MOST_PLACES,
+    REPORT_SIZE,
+    DraftRows,
+    LookUp,
+    Report,
+    SuffixLookUp,
+)
 from shoal.kernels.state import Field
 
 
@@ -130,7 +137,7 @@ def look_up_suffix(tokens: list[int], parameters: SuffixLookUp) -> list[int]:
     size, ends = 0, list(range(1, len(tokens)))  # where the suffix of `size` tokens ended before
     while size < parameters.depth:
         size += 1
-        ends = [end for end in ends if end >= size and tokens[end - size] == tokens[-size]]
+        ends = [end for end in ends if end >= size and tokens[end - size] == tokens[-size]][-MOST_PLACES:]
         if not ends:
             break
         limit = min(parameters.max_drafts, int(size * parameters.factor), parameters.depth - size)

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.api import Request
 from shoal.engine.offload.look_ups import LookUps
-from shoal.engine.scheduling.grouped_blocks import blocks_for
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.engine.scheduling.state_blocks import blocks_for
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import Place, key_of
 from shoal.sampling_params import SamplingParams

@@ -245,9 +245,9 @@ def test_a_preempted_prompt_reports_no_blocks_that_it_had_before(chunked, monkey
     with monkeypatch.context() as patched:
         advance, schedule_decodes = offers.advance, scheduler._schedule_decodes
 
-        def preempting(scheduled):
+        def preempting(scheduled, queries):
             scheduler.preempt_all()
-            return schedule_decodes(scheduled)
+            return schedule_decodes(scheduled, queries)
 
         patched.setattr(scheduler, "_schedule_decodes", preempting)
         patched.setattr(offers, "advance", lambda *progress: (reported.append(progress), advance(*progress)))

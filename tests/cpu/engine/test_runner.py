@@ -165,7 +165,7 @@ def test_after_each_step_a_row_holds_the_next_input_and_where_it_stands(rank):
             assert row[Field.POSITION] == len(entry.seq.token_ids) - 1
             blocks = entry.seq.block_ids
             assert rank.runner.state.block_tables[0][entry.row, : len(blocks)].tolist() == blocks
-        assert result.tokens.tolist() == [entry.seq.token_ids[-1:] for entry in plan.scheduled]
+        assert result.wait() == [entry.seq.token_ids[-1:] for entry in plan.scheduled]
     assert [len(answer(seq)) for seq in seqs] == [3, 3]
 
 

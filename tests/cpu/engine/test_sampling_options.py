@@ -10,7 +10,8 @@ from shoal.sampling_params import StructuredOutputsParams
 PROMPT = [*range(60, 100)]
 A, B, END = 32, 33, 257  # tokens of tests/tiny.py
 HOT = dict(temperature=1.5, seed=7)
-NONE = ("spaces_between_special_tokens", "skip_reading_prefix_cache")  # they change no answer
+# They change no answer, or that of a model which thinks alone (test_llm_thinking.py).
+NONE = ("spaces_between_special_tokens", "skip_reading_prefix_cache", "thinking_token_budget")
 
 # By name: other parameters without which it does nothing, and a value that changes the answer.
 EXAMPLES = {

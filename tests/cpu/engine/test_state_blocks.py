@@ -43,6 +43,9 @@ class StateDevice(Device):
             known = self.tokens[entry.seq.request.request_id]
             assert state == known[: entry.start], "a row has the state of another prefix"
             self.rows[entry.row] = tuple(known[: entry.start + entry.num_tokens])
+        # Regression: a snapshot made room for another one of the same step, whose copies run side by side.
+        saved = [block for _, blocks in copies.saves for block in blocks] if copies else []
+        assert len(saved) == len(set(saved)), "a block is saved to twice in a step"
         for row, blocks in copies.saves if copies else ():
             for i, block in enumerate(blocks):
                 self.memory[block, 0] = i, self.rows[row]

@@ -89,6 +89,7 @@ class FakeRanks:
         self.ready = [(0, 16)]  # host blocks, reported once
         self.runner = SimpleNamespace(
             cache=SimpleNamespace(plan=SimpleNamespace(block_bytes=BLOCK_BYTES)),
+            states=SimpleNamespace(plan=SimpleNamespace(add_to=lambda fingerprint: fingerprint)),
             model_config=MODEL,
             kv=SimpleNamespace(
                 tiers={},

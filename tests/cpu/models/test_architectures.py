@@ -47,7 +47,10 @@ def ids_of(outputs):
 
 
 def test_no_two_architectures_share_a_name():
-    assert len(BY_NAME) == len(BY_HF_CLASS) == len(ARCHITECTURES)
+    assert len(BY_NAME) == len(ARCHITECTURES)
+    # Their reader chooses by the number of experts, as tensors have other names with experts.
+    several = {architecture.name for architecture in ARCHITECTURES if architecture.name.endswith("_experts")}
+    assert several == {"granitemoehybrid_experts"} and len(BY_HF_CLASS) == len(ARCHITECTURES) - len(several)
     assert len(BY_GGUF) == sum(architecture.gguf is not None for architecture in ARCHITECTURES)
 
 
@@ -55,7 +58,7 @@ def test_no_two_architectures_share_a_name():
 def test_an_architecture_has_a_tiny_model(architecture):
     tried = {kind.removesuffix("Config") + "ForCausalLM" for kind, _ in tiny.MODELS.values()}
     in_families = {make_config(name).get_text_config().model_type for name in FAMILIES}
-    assert architecture.hf_class in tried or architecture.name in in_families, (
+    assert architecture.hf_class in tried or architecture.name.removesuffix("_experts") in in_families, (
         f"add {architecture.name} to tests/tiny_families.py"
     )
 
