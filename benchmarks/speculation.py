@@ -1,5 +1,5 @@
 """Tokens per second with and without drafts, by text and batch size: k = 0, fixed k, and the measured choice.
-Prints one table; the figures of a text are divided by those of k = 0.
+Prints one table; each speed of a text is divided by its speed at k = 0.
 
     python benchmarks/speculation.py smollm2 --batches 1,4,16 --threads 2
 
@@ -68,7 +68,7 @@ def main() -> None:
     }
 
     def seconds(llm: LLM, text: str, batch: int) -> float:
-        """Returns the time of decoding: that of whole answers, without that of their first tokens."""
+        """Returns the time of decoding: whole answers take it after their first tokens."""
         found = []
         for count in (arguments.count, 1):
             hot = text == TEXTS["random text"]

@@ -172,13 +172,10 @@ class Floor:
         num_seqs = len(contexts)
         numbers = attention = experts = states = 0.0
         for layer in self._layers:
-            attention, states = (
-                attention + num_seqs * layer.per_state,
-                states + 2 * layer.state_bytes * num_seqs,
-            )
+            states += 2 * layer.state_bytes * num_seqs
             seen = sum(map(layer.seen, contexts))
             seen_shared = [max(0, shared - (context - layer.seen(context))) for context in contexts]
-            attention += seen * layer.per_pair
+            attention += seen * layer.per_pair + num_seqs * layer.per_state
             numbers += (seen - sum(seen_shared) + max(seen_shared, default=0)) * layer.kv_numbers
             if layer.num_experts:
                 untouched = (1 - layer.num_experts_per_tok / layer.num_experts) ** num_seqs

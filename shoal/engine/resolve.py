@@ -125,7 +125,7 @@ def resolve_config(
 def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
     """Returns what speculation may do. Raises ConfigError for a method without a drafter."""
     options = config.speculative_config
-    has_states = any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
+    has_states = _has_states(model)
     if options is not None and options.method == "auto":
         if has_states or gpu:
             return None
@@ -139,7 +139,7 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
     if options is not None and options.method not in DRAFTERS:
         lacks = {"mtp": f"no head of {config.model} is read"}
         raise ConfigError(
-            f"speculative_config.method must be one of {', '.join(DRAFTERS) or 'none at all'}, got "
+            f"speculative_config.method must be one of {', '.join(DRAFTERS)}, got "
             f"{options.method!r}, and {lacks.get(options.method, 'it has no drafter')} in this release; "
             "choose another, or leave speculative_config out: answers are the same"
         )
@@ -189,19 +189,22 @@ def _keeps_quantized(
     return keeps, quantizes
 
 
+def _has_states(model: ModelConfig) -> bool:
+    return any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
+
+
 def _check_recurrent(config: ResolvedConfig, model: ModelConfig) -> None:
     """Raises ConfigError for options that models with recurrent layers lack."""
-    if not any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers):
+    if not _has_states(model):
         return
     for name, is_set in (
         ("kv_transfer_config", config.kv_transfer_config is not None),
         ("kv_store", config.kv_store is not None),
-        ("speculative_config", config.speculative is not None),
     ):
         if is_set:
             raise ConfigError(
                 f"{name} must be unset for {config.model}, as states of recurrent layers do not leave the "
-                "machine, and are not taken back yet; leave it out"
+                "machine yet; leave it out"
             )
 
 

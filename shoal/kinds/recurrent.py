@@ -20,7 +20,7 @@ class DeltaKind:
     key_dim: int  # the numbers of a head of q or of k
     value_dim: int
     conv_width: int
-    dtype: str = "float32"  # that the checkpoint's config asks for its states, by torch's name
+    dtype: str = "float32"  # the states' in the checkpoint's config, by torch's name
 
     @property
     def part_sizes(self) -> tuple[int, int, int]:
@@ -49,7 +49,7 @@ class Mamba2Kind:
     # dt, after its softplus, is kept within them
     least_dt: float = 0.0
     most_dt: float = float("inf")
-    dtype: str = "float32"  # that the checkpoint's config asks for its states, by torch's name
+    dtype: str = "float32"  # the states' in the checkpoint's config, by torch's name
 
     @property
     def inner_size(self) -> int:

@@ -138,8 +138,7 @@ class Snapshots:
 
     def forget_all(self) -> None:
         """Forgets the findable ones, and gives the pool its blocks back."""
-        for snapshot in list(self._found.values()):
-            self.drop(snapshot)
+        self.cleared()
         while self._spares:
             self._give_back(self._spares.pop())
 

@@ -1,4 +1,5 @@
-"""ConvWeights: the weights of a causal depthwise convolution, whose channels are divided over the ranks."""
+"""ConvWeights: the weights of a causal depthwise convolution, whose channels are divided over the ranks; and
+the sequences of a step as all recurrent layers take them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from shoal.attention.step_input import StepInput
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into
 from shoal.layers.parallel import TensorParallel
 
@@ -48,3 +51,7 @@ class ConvWeights(LoadingLayer):
             target = parameter[own : own + length]
             copy_into(target, shard.reshape(target.shape), name)
             start, own = start + size, own + length
+
+
+def sequences_of(step: StepInput) -> Sequences:
+    return Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)

@@ -11,9 +11,8 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
-from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import DeltaKind
-from shoal.layers.conv import ConvWeights
+from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
@@ -62,7 +61,7 @@ class DeltaNet(nn.Module):
         normed_TD = norm.add(x_TD, residual_TD)
         qkvz, (b_TH, a_TH) = self.in_proj_qkvz(normed_TD), self.in_proj_ba(normed_TD).chunk(2, dim=1)
         qkv_TC, z = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
-        sequences = Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)
+        sequences = sequences_of(step)
         mixed_TC = self.ops.causal_conv(qkv_TC, self.conv1d.weight_CW, None, True, memory.conv_RCW, sequences)
         q, k, v = mixed_TC.split(self.sizes, dim=1)
         out_THV = self.ops.gated_delta(

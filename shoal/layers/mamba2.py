@@ -13,9 +13,8 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
-from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import Mamba2Kind
-from shoal.layers.conv import ConvWeights
+from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor
@@ -89,7 +88,7 @@ class Mamba2(nn.Module):
         z, mixed_TC, dt_TH = projected.split(
             (self.sizes[0], sum(self.sizes), len(self.A_log.values_H)), dim=1
         )
-        sequences = Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)
+        sequences = sequences_of(step)
         mixed_TC = self.ops.causal_conv(
             mixed_TC, self.conv1d.weight_CW, self.conv1d.bias_C, True, memory.conv_RCW, sequences
         )

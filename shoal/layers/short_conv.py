@@ -10,9 +10,8 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
-from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ShortConvKind
-from shoal.layers.conv import ConvWeights
+from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -57,7 +56,7 @@ class ShortConv(nn.Module):
         """Takes and returns what Attention.forward does; `memory` is the layer's state."""
         bcx, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
         b_TC, c_TC, x_TC = bcx.chunk(3, dim=1)
-        sequences = Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)
+        sequences = sequences_of(step)
         mixed_TC = self.ops.causal_conv(
             b_TC * x_TC, self.conv.weight_CW, self.conv.bias_C, False, memory.conv_RCW, sequences
         )

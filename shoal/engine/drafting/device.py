@@ -75,7 +75,7 @@ class Drafting:
             )
             self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
             self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
-            # of the step's decodes: the position of TOKEN, and how many drafts are verified
+            # The position of TOKEN of each of the step's decodes, and how many drafts the step verifies.
             self._starts_B = torch.zeros(size, dtype=torch.int32)
             self._verified_B = torch.zeros(size, dtype=torch.int32)
             self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries, dtype=torch.int32)

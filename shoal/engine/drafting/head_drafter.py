@@ -28,8 +28,8 @@ from shoal.layers.attention import Attention
 
 
 class HeadDrafter:
-    """Drafts up to `num_drafts` tokens a sequence. Rows are those of the batch state, whose last row is
-    nobody's; there row -1, which is padding, reads and writes."""
+    """Drafts up to `num_drafts` tokens a sequence. Rows are the batch state's. Row -1, which is padding,
+    reads and writes its spare row."""
 
     def __init__(
         self,
@@ -54,11 +54,9 @@ class HeadDrafter:
         length, rows = drafts.history_RL.shape[1], rows_S.long()
         # `sample` writes into the rows that it samples for: these are copies.
         fields_SF = self.table[rows, :FIELDS]
+        positions_S = fields_SF[:, Field.POSITION].clone()
         # Blocks may reach beyond the longest sequence, which the history and the rope have room for.
-        positions_S, rooms_S = (
-            fields_SF[:, Field.POSITION].clone(),
-            fields_SF[:, Field.ROOM].clamp(max=length),
-        )
+        rooms_S = fields_SF[:, Field.ROOM].clamp(max=length)
         following_T = drafts.history_RL[step.rows_T.long(), (step.positions_T.long() + 1) % length]
         hidden_TD = module.fuse(self.head.states.states_TX)
         before_S = _slots_before(step, rows_S, positions_S)

@@ -11,32 +11,32 @@ from shoal.kernels.state import Field, StateLayout
 
 
 class DraftSender:
-    """Sends what a device with drafts must know about rows. It must see every plan, in order."""
+    """A part of BatchBuilder, which calls `row_changed` for the rows of a step that it updates, and then
+    `finish`."""
 
     def __init__(self, layout: StateLayout, history_length: int) -> None:
         self._layout, self._length = layout, history_length
-        # The sequence whose tokens each row has, and at which of its admissions they were sent.
-        self._owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self._most = [1] * layout.num_rows  # the tokens of each row's next decode, at most
-        self._rooms = [0] * layout.num_rows  # the tokens for which each row has blocks
+        self._histories: list[int] = []  # this step's, as write_histories takes them
 
-    def update(self, plan: StepPlan, addresses: list[int], values: list[int]) -> np.ndarray:
-        """Adds the differences of the rows of this step. Returns the tokens of sequences that have just got
-        their rows, as write_histories takes them."""
-        parts = []
-        for i, entry in enumerate(plan.scheduled):
-            seq, row = entry.seq, entry.row
-            if self._owner[row] != (seq, seq.num_admissions):
-                self._owner[row], self._most[row] = (seq, seq.num_admissions), 1
-                self._rooms[row] = seq.room  # sent with the row
-                first = max(0, len(seq.token_ids) - self._length)
-                parts += [[row, first, len(seq.token_ids) - first], seq.token_ids[first:]]
-            if self._rooms[row] != seq.room:
-                self._rooms[row] = seq.room
-                addresses.append(self._layout.row_address(row) + Field.ROOM)
-                values.append(seq.room)
-            if i < plan.num_decodes and self._most[row] != entry.num_tokens:
-                self._most[row] = entry.num_tokens
-                addresses.append(self._layout.row_address(row) + Field.MAX_TOKENS)
+    def row_changed(
+        self, seq: Sequence, row: int, is_new: bool, addresses: list[int], values: list[int]
+    ) -> None:
+        """Adds what a row needs with which a sequence begins (`is_new`), or whose sequence got blocks."""
+        if is_new:  # its fields are sent anyway
+            self._most[row] = 1
+            first = max(0, len(seq.token_ids) - self._length)
+            self._histories += [row, first, len(seq.token_ids) - first, *seq.token_ids[first:]]
+        else:
+            addresses.append(self._layout.row_address(row) + Field.ROOM)
+            values.append(seq.room)
+
+    def finish(self, plan: StepPlan, addresses: list[int], values: list[int]) -> np.ndarray:
+        """Adds the most tokens of each decode, where it has changed. Returns the histories of new rows."""
+        for entry in plan.scheduled[: plan.num_decodes]:
+            if self._most[entry.row] != entry.num_tokens:
+                self._most[entry.row] = entry.num_tokens
+                addresses.append(self._layout.row_address(entry.row) + Field.MAX_TOKENS)
                 values.append(entry.num_tokens)
-        return np.array([token for part in parts for token in part], np.int32)
+        histories, self._histories = self._histories, []
+        return np.array(histories, np.int32)

@@ -273,7 +273,7 @@ class BatchBuilder:
         header = np.zeros(HEADER_SIZE, np.int32)
         histories = np.zeros(0, np.int32)
         if self.drafts is not None:
-            histories = self.drafts.update(plan, addresses, values)
+            histories = self.drafts.finish(plan, addresses, values)
         header[Header.HISTORIES_SIZE] = len(histories)
         header[Header.NUM_UPDATES] = len(addresses)
         header[Header.NUM_SEQS] = len(plan.scheduled)
@@ -325,7 +325,10 @@ class BatchBuilder:
         blocks that were added."""
         seq, row = entry.seq, entry.row
         base = self.row_addresses[row]
-        if self.owner[row] != (seq, seq.num_admissions):
+        is_new = self.owner[row] != (seq, seq.num_admissions)
+        if self.drafts is not None:
+            self.drafts.row_changed(seq, row, is_new, addresses, values)
+        if is_new:
             self.owner[row] = (seq, seq.num_admissions)
             self.num_sent[row] = [0] * self.layout.num_tables
             if self.prefixes is not None:

@@ -133,7 +133,7 @@ class StateBlocks(GroupedBlocks):
             self.snapshots.unpin(snapshot)
             if self._num_free < self.pool.num_blocks:
                 return False
-            # No other sequence will give blocks back: this one needs those of the snapshot, too.
+            # No other sequence will give blocks back: this one needs the blocks of the snapshot, too.
             snapshot, num_cached, states_of(seq).kept_at = None, 0, 0
             if not super().start(seq, [[] for _ in self.groups], 0):
                 return False

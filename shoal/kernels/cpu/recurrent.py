@@ -11,10 +11,8 @@ from shoal.kernels.recurrent import reference
 from shoal.kernels.recurrent.sequences import Sequences
 
 LIBRARY = cpu_build.load()
-MAX_WIDTH, MAX_STATE = (
-    16,
-    1024,
-)  # recurrent.c: the widest convolution, and a part of a state that fits on a stack
+# As in recurrent.c: the widest convolution, and the longest part of a state that fits on a stack.
+MAX_WIDTH, MAX_STATE = 16, 1024
 
 
 def causal_conv(
@@ -62,18 +60,16 @@ def gated_delta(
         )
     out_THV = torch.empty(v_THV.shape)
     constants = (a_log_H.float(), dt_bias_H.float())
-    heads, states = (
-        cpu_build.Heads(
-            *(x.data_ptr() for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH, *constants)),
-            None,
-            out_THV.data_ptr(),
-            *(x.stride(0) for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH)),
-            q_TKN.shape[1],
-            v_THV.shape[1],
-            *states_RHNV.shape[2:],
-        ),
-        _describe(states_RHNV, sequences),
+    heads = cpu_build.Heads(
+        *(x.data_ptr() for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH, *constants)),
+        None,
+        out_THV.data_ptr(),
+        *(x.stride(0) for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH)),
+        q_TKN.shape[1],
+        v_THV.shape[1],
+        *states_RHNV.shape[2:],
     )
+    states = _describe(states_RHNV, sequences)
     LIBRARY.shoal_gated_delta(ctypes.addressof(heads), ctypes.addressof(states))
     return out_THV
 
@@ -96,22 +92,20 @@ def mamba2(
         )
     out_THV = torch.empty(x_THV.shape)
     constants = (a_log_H.float(), dt_bias_H.float(), d_H.float())
-    heads, states = (
-        cpu_build.Heads(
-            *(x.data_ptr() for x in (c_TGN, b_TGN, x_THV, dt_TH)),
-            None,
-            *(x.data_ptr() for x in constants),
-            out_THV.data_ptr(),
-            *(x.stride(0) for x in (c_TGN, b_TGN, x_THV, dt_TH)),
-            0,
-            b_TGN.shape[1],
-            x_THV.shape[1],
-            b_TGN.shape[2],
-            x_THV.shape[2],
-            *limits,
-        ),
-        _describe(states_RHVN, sequences),
+    heads = cpu_build.Heads(
+        *(x.data_ptr() for x in (c_TGN, b_TGN, x_THV, dt_TH)),
+        None,
+        *(x.data_ptr() for x in constants),
+        out_THV.data_ptr(),
+        *(x.stride(0) for x in (c_TGN, b_TGN, x_THV, dt_TH)),
+        0,
+        b_TGN.shape[1],
+        x_THV.shape[1],
+        b_TGN.shape[2],
+        x_THV.shape[2],
+        *limits,
     )
+    states = _describe(states_RHVN, sequences)
     LIBRARY.shoal_mamba2(ctypes.addressof(heads), ctypes.addressof(states))
     return out_THV
 

@@ -25,7 +25,7 @@ REPORT_SIZE = len(Report)
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafts and tokens of the state rows. The last row is nobody's, as in the batch state."""
+    """Drafts and tokens of the state rows. The last row is spare, as in the batch state."""
 
     drafts_RK: torch.Tensor  # int32: the tokens drafted after a row's TOKEN, NUM_DRAFTS of them
     history_RL: torch.Tensor  # int32: the token of position p is at p % L, for the last L positions

@@ -31,7 +31,7 @@ def causal_conv(
     before_SWC = _begin(inputs_RCW, rows_S, starts_S, sequences).transpose(1, 2)
     sequence_T = torch.repeat_interleave(torch.arange(len(rows_S), device=x_TC.device), lengths_S)
     token_T = torch.arange(len(sequence_T), device=x_TC.device)
-    # For each sequence, its inputs before the step, and then those of the step.
+    # Each sequence has W - 1 inputs from before the step; the step's own inputs follow.
     inputs = torch.cat((before_SWC.flatten(0, 1).to(x_TC.dtype), x_TC[: len(token_T)]))
 
     def input_at(sequence: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

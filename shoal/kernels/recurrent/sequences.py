@@ -14,7 +14,7 @@ class Sequences:
     row holds. The states after its last token are written to the row. A sequence without tokens is left
     alone."""
 
-    rows_S: torch.Tensor  # int32; -1: the last row of the states, which is nobody's
+    rows_S: torch.Tensor  # int32; -1: the spare row, the states' last one
     starts_S: torch.Tensor  # int32 [S + 1]
     positions_T: torch.Tensor  # int32; -1: padding
     num_decodes: int  # the first sequences, of one token each
