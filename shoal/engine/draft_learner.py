@@ -6,26 +6,16 @@ from __future__ import annotations
 from shoal.config import ResolvedConfig, SpeculativeConfig
 from shoal.engine.scheduling.draft_lengths import DraftLengths
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
-from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.step_part import StepPart
-from shoal.kernels.sampling.split_sample import needs_whole_row
 
 
 class DraftLearner(StepPart):
     def __init__(self, config: ResolvedConfig, options: SpeculativeConfig, scheduler: Scheduler) -> None:
-        self._splits_sampling = config.tensor_parallel_size > 1
         if options.has_head:  # it runs as many slots after the last token of a step
             scheduler.lookahead = options.num_speculative_tokens - 1
         self._lengths = scheduler.lengths = DraftLengths(
             options.queries - 1, config.max_num_batched_tokens, options.enable_adaptive_verification
         )
-
-    def added(self, seq: Sequence) -> None:
-        params = seq.request.params
-        if self._splits_sampling and needs_whole_row(
-            params.temperature, params.top_k, params.top_p, params.min_p
-        ):
-            seq.can_draft = False  # whole rows of logits are for one token of a sequence in each step
 
     def completed(self, plan: StepPlan, seconds: float) -> None:
         is_pure = len(plan.scheduled) == plan.num_decodes

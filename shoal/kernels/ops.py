@@ -125,7 +125,19 @@ class Ops(Protocol):
 
     def take_rows(self, logits_SV: torch.Tensor, samples_K: torch.Tensor, out_KV: torch.Tensor) -> None: ...
 
-    def remember_last(self, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions) -> None: ...
+    def locate_rows(
+        self,
+        samples_K: torch.Tensor,
+        shaped_K: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        tokens_S: torch.Tensor,
+        out_XK: torch.Tensor,
+    ) -> None: ...
+
+    def store_tokens(
+        self, rows_K: torch.Tensor, positions_K: torch.Tensor, tokens_K: torch.Tensor, options: RowOptions
+    ) -> None: ...
 
     def keep_allowed(self, logits_KV: torch.Tensor, rows_K: torch.Tensor, options: RowOptions) -> None: ...
 
@@ -143,13 +155,8 @@ class Ops(Protocol):
         self, logits_KV: torch.Tensor, rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions
     ) -> None: ...
 
-    def set_last(
-        self,
-        samples_K: torch.Tensor,
-        rows_K: torch.Tensor,
-        tokens_K: torch.Tensor,
-        sampled_S: torch.Tensor,
-        options: RowOptions,
+    def put_samples(
+        self, samples_K: torch.Tensor, tokens_K: torch.Tensor, sampled_S: torch.Tensor
     ) -> None: ...
 
     def sample_parts(

@@ -20,7 +20,7 @@ from shoal.kernels.sampling.penalties_triton import penalize
 from shoal.kernels.sampling.reference import keep_bits
 from shoal.kernels.sampling.sample import sample
 from shoal.kernels.sampling.split_sample_triton import join_parts, sample_parts
-from shoal.kernels.sampling.token_history_triton import remember_last, set_last, take_rows
+from shoal.kernels.sampling.token_history_triton import locate_rows, put_samples, store_tokens, take_rows
 
 __all__ = [
     "add_bias",
@@ -46,15 +46,16 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "locate_rows",
     "mamba2",
     "moe",
     "penalize",
+    "put_samples",
     "qk_norm_rope_store",
-    "remember_last",
     "rms_norm",
     "sample",
     "sample_parts",
-    "set_last",
     "soft_cap",
+    "store_tokens",
     "take_rows",
 ]

@@ -63,7 +63,7 @@ def test_kernels_change_logits_as_the_reference_does(dtype):
         at = [x.to(device) for x in (samples, ints(*chosen), positions)]
         found = torch.zeros(7, VOCAB, device=device)
         ops.take_rows(logits.to(device), at[0], found)
-        ops.remember_last(at[1], at[2], options)
+        ops.store_tokens(at[1], at[2], at[2], options)
         ops.keep_allowed(found, at[1], options)
         ops.add_bias(found, at[1], options)
         ops.penalize(found, at[1], at[2], options)

@@ -90,6 +90,15 @@ def test_four_ranks_draw_one_ranks_tokens(kind, one, four):
     check_ranks(four)
 
 
+def test_four_ranks_with_drafts_draw_one_ranks_tokens(model, one):
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafts["enable_adaptive_verification"] = False
+    with build(model, 4, speculative_config=drafts) as drafting:
+        for kind in KINDS:
+            assert tokens(drafting, params(kind)) == tokens(one, params(kind)), kind
+            check_ranks(drafting)
+
+
 def test_four_ranks_give_the_oracles_tokens(model, four):
     assert tokens(four, params("greedy")) == [tiny.greedy(model, p, 12) for p in PROMPTS]
 

@@ -17,6 +17,7 @@ from shoal.config import SpeculativeConfig
 from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.kernels.state import Field
 
 # Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
@@ -119,9 +120,10 @@ class Drafting:
             prefixes=prefixes,
         )
 
-    def rows_of(self, num_decodes: int, queries: int) -> torch.Tensor:
-        """Returns the state row of each place of the last decode step."""
-        return self._tokens[2, : num_decodes * queries]
+    def places(self, num_decodes: int, queries: int) -> SamplePlaces:
+        """Returns the places of the last decode step."""
+        token_ids_T, positions_T, rows_T = self._tokens[:, : num_decodes * queries]
+        return SamplePlaces(rows_T, positions_T, token_ids_T)
 
     def begin_mixed(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> None:
         """Fills in the tokens of the decodes in an eager mixed step's sections."""

@@ -243,7 +243,7 @@ class BatchBuilder:
         values: list[int] = []
         options = SamplerOptions()
         sample = -1
-        whole: list[tuple[int, int, int, int]] = []  # the fields of WholeRow
+        whole: list[tuple[int, int]] = []  # the fields of WantedRow
         num_logprobs: int | None = None
         num_prompt_logprobs: int | None = None
         for i, entry in enumerate(plan.scheduled):
@@ -256,14 +256,13 @@ class BatchBuilder:
             if wanted is not None and num_prompt_targets(entry):
                 num_prompt_logprobs = more(num_prompt_logprobs, wanted)
             if entry.samples:
-                sample += plan.queries if i < plan.num_decodes else 1  # the last place of a decode
+                sample += plan.queries if i < plan.num_decodes else 1
+                num_samples = entry.num_tokens if i < plan.num_decodes else 1
+                samples = range(sample + 1 - num_samples, sample + 1)  # the last places of a decode
                 if entry.seq.special:
-                    sample_options(entry, sample, options)
+                    sample_options(entry, samples, options)
                     num_logprobs = more(num_logprobs, entry.seq.request.params.logprobs)
-                needs, end = self.needs[entry.row], entry.start + entry.num_tokens
-                if needs.whole_row or end < needs.options_end:
-                    options_row = entry.row if end < needs.options_end else -1
-                    whole.append((sample, entry.row, end - 1, options_row))
+                whole += self.needs[entry.row].whole_rows(entry.seq, samples)
         decode_only = plan.num_decodes == len(plan.scheduled)
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
         if decode_only:
@@ -290,14 +289,12 @@ class BatchBuilder:
         sections = {
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
-            "whole_rows": np.zeros(0, np.int32),
+            "whole_rows": pack_whole_rows(whole, self.whole_row_sizes),
             "states": np.zeros(0, np.int32),
             "histories": histories,
         }
-        if whole:
-            sections["whole_rows"] = pack_whole_rows(whole, self.whole_row_sizes)
-            header[Header.NUM_WHOLE_ROWS] = len(whole)
-            header[Header.WHOLE_ROWS_SIZE] = len(sections["whole_rows"])
+        header[Header.NUM_WHOLE_ROWS] = len(whole)
+        header[Header.WHOLE_ROWS_SIZE] = len(sections["whole_rows"])
         if plan.copies is not None:
             sections["states"], header[Header.RESTORES_SIZE] = pack_copies(plan.copies)
             header[Header.STATES_SIZE] = len(sections["states"])

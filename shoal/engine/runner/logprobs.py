@@ -12,6 +12,7 @@ from shoal.engine.runner.sampler_options import SamplerOptions
 from shoal.engine.runner.small_ops import few_threads, start_copy, upload
 from shoal.engine.runner.whole_rows import StepWholeRows
 from shoal.kernels.sampling import logprobs as rows_of_logits
+from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.layers.embedding import Vocabulary
 
 # Elements of one [rows, V] float32 slice of log-probabilities: 64 MiB.
@@ -91,10 +92,10 @@ def in_slices(
 class Outcome:
     """A step's results on the device in addition to its tokens, for requests that need more."""
 
-    logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
+    logits_SV: torch.Tensor
+    places: SamplePlaces
     hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
-    rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
     whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
 
 
@@ -110,8 +111,8 @@ def more_results(
     chosen = prompt = embeddings = None
     if options is not None and options.embeds and outcome.hidden_SD is not None:
         embeddings = unit_rows(outcome.hidden_SD, options.embeds)
-    if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
-        logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
+    if num_logprobs is not None:
+        logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.places.rows_S[:num_samples]
         filtered = options.filtered if options is not None else []
         found = compute(logits_SV, rows_S, num_logprobs, outcome.whole_rows, filtered)
         if found is not None:

@@ -140,7 +140,6 @@ class ModelRunner:
                 tp,
                 self.state,
                 self.model.lm_head,
-                copy,
                 self.whole_row_sizes,
                 plan.groups[0].block_size,
                 plan.keeps_all,

@@ -18,13 +18,12 @@ from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import MIN_TEMPERATURE
 
 
-class WholeRow(IntEnum):
-    """The int32s that describe a sample that is drawn from a whole row of logits. All are -1 for padding."""
+class WantedRow(IntEnum):
+    """The int32s that the host sends of a sample that is drawn from a whole row of logits. Both are -1 for
+    padding. The device knows the rest (kernels/sampling/row_options.py)."""
 
     SAMPLE = 0  # its index among the step's samples
-    ROW = 1  # its state row
-    POSITION = 2  # the position of the last token before it
-    OPTIONS = 3  # the state row if that has options (kernels/sampling/row_options.py), else -1
+    SHAPED = 1  # 1 if its row has options, else 0
 
 
 # Whole rows are drawn in chunks of at most this number, so that they need little memory.
@@ -40,10 +39,12 @@ def whole_row_chunks(num_rows: int, sizes: abc.Sequence[int]) -> list[int]:
     return chunks
 
 
-def pack_whole_rows(rows: list[tuple[int, int, int, int]], sizes: abc.Sequence[int]) -> np.ndarray:
-    """The section of these whole rows: chunk after chunk, the columns of WholeRow one after the other."""
+def pack_whole_rows(rows: list[tuple[int, int]], sizes: abc.Sequence[int]) -> np.ndarray:
+    """The section of these whole rows: chunk after chunk, the columns of WantedRow one after the other."""
+    if not rows:
+        return np.zeros(0, np.int32)
     chunks = whole_row_chunks(len(rows), sizes)
-    padded = np.full((sum(chunks), len(WholeRow)), -1, np.int32)
+    padded = np.full((sum(chunks), len(WantedRow)), -1, np.int32)
     padded[: len(rows)] = rows
     parts = np.split(padded, np.cumsum(chunks)[:-1])
     return np.concatenate([part.T.ravel() for part in parts])
@@ -87,6 +88,13 @@ class RowNeeds:
     # They are changed by options up to the sample of this token, counted in the sequence. 0: there are none.
     options_end: int
 
+    def whole_rows(self, seq: Sequence, samples: range) -> list[tuple[int, int]]:
+        """Returns the fields of WantedRow of a sequence's samples in a step, as far as they are drawn from
+        whole rows. The first one may follow the last token that the host has seen: no draft may be
+        accepted by the steps in flight."""
+        is_shaped = len(seq.token_ids) < self.options_end
+        return [(sample, int(is_shaped)) for sample in samples] if self.whole_row or is_shaped else []
+
 
 def start_options(
     seq: Sequence, row: int, options: SamplerOptions, block_size: int, splits_sampling: bool
@@ -106,19 +114,19 @@ def start_options(
     return RowNeeds(needs_whole, sys.maxsize if _has_lasting(seq) else _min_end(seq))
 
 
-def sample_options(entry: ScheduledSeq, sample: int, options: SamplerOptions) -> None:
-    """Adds the options of one sample of the step."""
+def sample_options(entry: ScheduledSeq, samples: range, options: SamplerOptions) -> None:
+    """Adds the options of a sequence's samples in the step."""
     request = entry.seq.request
     params = request.params
     if request.embed:
-        options.embeds.append(sample)
+        options.embeds += samples
         return
     has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
-        options.filtered.append(sample)
+        options.filtered += samples
     if entry.seq.grammar is not None:
         banned = _banned_now(entry)
-        options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
+        options.grammars.append(GrammarRow(samples[-1], entry.seq.grammar, banned, params.allowed_token_ids))
 
 
 def _options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
@@ -131,7 +139,6 @@ def _options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
     return pack_options(
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_prompt=seq.num_prompt_tokens,
-        last=seq.token_ids[-1],
         min_end=min_end,
         stops=sorted(seq.stop_ids) if min_end else [],
         allowed=[] if in_mask else params.allowed_token_ids or [],

@@ -36,9 +36,10 @@ from shoal.engine.runner.sampler_options import SamplerOptions, decode_count
 from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.step_buffers import StepBuffers
-from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler
+from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler, decode_places
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.ops import Ops
+from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.kernels.state import Field
 from shoal.models.decoder import AfterLayer, Decoder
 
@@ -153,9 +154,10 @@ class Steps:
             outcome = self._run_mixed(packed, sections, after_layer)
         if num_state_ints > restores:
             self.states.save(sections["states"][restores:], self.cache.blocks)
-        if num_whole_rows and outcome.logits_SV is not None:
+        if num_whole_rows:
             on_host = packed[slice(*spans["whole_rows"])]
-            outcome.whole_rows = StepWholeRows(sections["whole_rows"], on_host, num_whole_rows, options)
+            rows = sections["whole_rows"], on_host, num_whole_rows, outcome.places, options
+            outcome.whole_rows = StepWholeRows(*rows)
             self.whole_rows.draw(outcome.logits_SV, outcome.whole_rows)
         report = None
         if self.drafting is not None:
@@ -204,8 +206,8 @@ class Steps:
                 num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples, queries
             )
             if self.drafting is not None:
-                return Outcome(logits_SV, rows_S=self.drafting.rows_of(num_rows, queries))
-        return Outcome(logits_SV, rows_S=self.state.active_B[:num_rows])
+                return Outcome(logits_SV, self.drafting.places(num_rows, queries))
+        return Outcome(logits_SV, decode_places(self.state, num_rows))
 
     def decode(
         self,
@@ -293,7 +295,8 @@ class Steps:
         rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
         if samples_parts(header):
             self.sampler.sample(logits_SV, rows_S, positions_S)
-        return Outcome(logits_SV, hidden_SD, prompt_logprobs, rows_S)
+        places = SamplePlaces(rows_S, positions_S, token_ids_T[select_S])
+        return Outcome(logits_SV, places, hidden_SD, prompt_logprobs)
 
     # Captured mixed
 
@@ -312,12 +315,13 @@ class Steps:
         graph.replay()
         if after_layer is not None:
             self.layer_events.end_graph()
-        hidden_SD, logits_SV = (output[:num_samples] for output in graph.outputs)
-        return Outcome(logits_SV, hidden_SD, rows_S=sections["sample_rows"][:num_samples])
+        hidden_SD, logits_SV, tokens_S = (output[:num_samples] for output in graph.outputs)
+        places = SamplePlaces(sections["sample_rows"], sections["sample_positions"], tokens_S)
+        return Outcome(logits_SV, places, hidden_SD)
 
     def captured_mixed(self, shape: MixedShape) -> tuple[torch.Tensor, ...]:
-        """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples, and their
-        logits. A graph captures this."""
+        """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples, their logits,
+        and the tokens before them. A graph captures this."""
         sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
         token_ids_T, rows_T = sections["token_ids"], sections["token_rows"]
         is_decode_T = token_ids_T < 0
@@ -339,7 +343,7 @@ class Steps:
         hidden_SD = self.model(step, self.cache.layers, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
-        return hidden_SD, logits_SV
+        return hidden_SD, logits_SV, token_ids_T[select_S]
 
     def drop_graphs(self) -> None:
         self.decode_graphs = self.mixed_graphs = self.whole_rows.graphs = None

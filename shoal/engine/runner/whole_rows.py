@@ -25,13 +25,12 @@ from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
     RowStart,
     SamplerOptions,
-    WholeRow,
+    WantedRow,
     whole_row_chunks,
 )
 from shoal.engine.runner.small_ops import few_threads, upload
-from shoal.engine.runner.step_buffers import Copy
 from shoal.kernels.ops import Ops
-from shoal.kernels.sampling.row_options import Option, RowOptions
+from shoal.kernels.sampling.row_options import Option, RowOptions, SamplePlaces, WholeRow
 from shoal.kernels.state import Field
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
@@ -46,6 +45,11 @@ def whole_row_sizes(max_num_seqs: int, captures: bool) -> Sequence[int]:
     return sorted({min(size, most) for size in CAPTURED_SIZES}) if captures else range(1, most + 1)
 
 
+def decode_places(state: BatchState, num_rows: int) -> SamplePlaces:
+    """Returns the places of a decode step without drafts."""
+    return SamplePlaces(state.active_B[:num_rows], state.positions_B[:num_rows], state.tokens_B[:num_rows])
+
+
 @dataclass(frozen=True, slots=True)
 class StepWholeRows:
     """The samples of a step that are drawn from whole rows."""
@@ -53,6 +57,7 @@ class StepWholeRows:
     on_device: torch.Tensor  # the step's section `whole_rows`
     on_host: np.ndarray  # the same
     num_rows: int  # without padding
+    places: SamplePlaces  # for all samples
     options: SamplerOptions | None  # rank 0 alone has them
 
 
@@ -66,7 +71,6 @@ class WholeRowSampler:
         tp: TensorParallel,
         state: BatchState,
         head: Vocabulary,
-        copy: Copy,
         sizes: Sequence[int],
         block_size: int,
         keeps_blocks: bool = True,
@@ -74,7 +78,7 @@ class WholeRowSampler:
         """`sizes`: what a chunk may have, small to large. `block_size`: of the first block table, under which
         the tokens of rows lie. If that table does not keep all blocks of a sequence (`keeps_blocks`), they
         lie under a table of their own, in which each row has as many blocks as the longest sequence."""
-        self.ops, self.tp, self.state, self.head, self.copy, self.sizes = ops, tp, state, head, copy, sizes
+        self.ops, self.tp, self.state, self.head, self.sizes = ops, tp, state, head, sizes
         self.device = state.flat.device
         num_rows, most = state.table.shape[0], sizes[-1]
         with torch.device(self.device):
@@ -123,10 +127,11 @@ class WholeRowSampler:
     def rehearse(self, logits_SV: torch.Tensor) -> None:
         """Launches what `draw` launches outside of graphs."""
         for size in (self.sizes[0], self.sizes[-1]):
-            inputs = torch.full((len(WholeRow) * size,), -1, dtype=torch.int32, device=self.device)
-            self._take(logits_SV, inputs)
+            none_K = torch.full((size,), -1, dtype=torch.int32, device=self.device)
+            inputs_XK = self._inputs_of(size)
+            self.ops.locate_rows(none_K, none_K, none_K, none_K, none_K, inputs_XK)
+            self._take(logits_SV, inputs_XK[WholeRow.SAMPLE])
             if self.tp.rank == 0:
-                self.copy(self.inputs[: len(inputs)], inputs)
                 self.draw_chunk(size)
 
     # Sequences
@@ -181,27 +186,27 @@ class WholeRowSampler:
 
     def draw(self, logits_SV: torch.Tensor, rows: StepWholeRows) -> None:
         """Draws for a step's whole rows, with the results where `Sampler.sample` writes them."""
-        for size, inputs, samples in self._chunks(rows):
-            self._take(logits_SV, inputs)
+        for inputs_XK, samples in self._chunks(rows):
+            size = inputs_XK.shape[1]
+            self._take(logits_SV, inputs_XK[WholeRow.SAMPLE])
             if self.tp.rank == 0:
                 self._mask(rows.options, samples)
-                self.copy(self.inputs[: len(inputs)], inputs)
                 if self.graphs is None:
                     self.draw_chunk(size)
                 else:
                     self.graphs.graphs[size].replay()
             if self.tp.size > 1:
-                self._share(inputs, size)
+                self._share(inputs_XK)
 
     def draw_chunk(self, size: int) -> tuple[torch.Tensor, ...]:
         """Changes the first `size` rows of `logits_KV` by their options and draws from them, as `inputs`
         says. A graph captures this."""
-        samples_K, rows_K, positions_K, options_K = self.inputs[: len(WholeRow) * size].view(-1, size)
+        samples_K, rows_K, positions_K, before_K, options_K = self._inputs_of(size)
         logits_KV, tokens_K = self.logits_KV[:size], self.tokens_K[:size]
-        self.ops.remember_last(options_K, positions_K, self.options)
+        self.ops.store_tokens(options_K, positions_K, before_K, self.options)
         self._shape(logits_KV, options_K, positions_K)
         self.ops.sample(logits_KV, rows_K, positions_K, self.state.table, tokens_K)
-        self.ops.set_last(samples_K, options_K, tokens_K, self.state.sampled_S, self.options)
+        self.ops.put_samples(samples_K, tokens_K, self.state.sampled_S)
         return ()
 
     def shaped(
@@ -209,26 +214,33 @@ class WholeRowSampler:
     ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         """Yields samples and the logits from which `draw` drew them, chunk after chunk. The logits are
         float32, and valid until the next chunk. Rank 0 alone may call this, with whole logits."""
-        for size, inputs, samples in self._chunks(rows):
-            samples_K, _, positions_K, options_K = inputs.view(-1, size)
-            logits_KV = self.logits_KV[:size]
+        for inputs_XK, samples in self._chunks(rows):
+            samples_K, _, positions_K, _, options_K = inputs_XK
+            logits_KV = self.logits_KV[: len(samples_K)]
             self.ops.take_rows(logits_SV, samples_K, logits_KV)
             self._mask(rows.options, samples)
             self._shape(logits_KV, options_K, positions_K)
             yield samples, logits_KV[: len(samples)]
 
-    def _chunks(self, rows: StepWholeRows) -> Iterator[tuple[int, torch.Tensor, np.ndarray]]:
-        """Yields each chunk's size, its part of `on_device`, and its samples, without padding."""
+    def _inputs_of(self, size: int) -> torch.Tensor:
+        """Returns the inputs of a chunk, [WholeRow, size]."""
+        return self.inputs[: len(WholeRow) * size].view(-1, size)
+
+    def _chunks(self, rows: StepWholeRows) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Yields the inputs of each chunk, which the next one overwrites, and its samples, without
+        padding."""
         start, rest = 0, rows.num_rows
         for size in whole_row_chunks(rows.num_rows, self.sizes):
-            end = start + len(WholeRow) * size
-            yield size, rows.on_device[start:end], rows.on_host[start : start + min(size, rest)]
+            end = start + len(WantedRow) * size
+            samples_K, shaped_K = rows.on_device[start:end].view(-1, size)
+            inputs_XK = self._inputs_of(size)
+            self.ops.locate_rows(samples_K, shaped_K, *rows.places, inputs_XK)
+            yield inputs_XK, rows.on_host[start : start + min(size, rest)]
             start, rest = end, rest - size
 
-    def _take(self, logits_SV: torch.Tensor, inputs: torch.Tensor) -> None:
+    def _take(self, logits_SV: torch.Tensor, samples_K: torch.Tensor) -> None:
         """Copies a chunk's rows into rank 0's `logits_KV`."""
-        size = len(inputs) // len(WholeRow)
-        samples_K = inputs[:size]
+        size = len(samples_K)
         if self.tp.size == 1:
             with self._few_threads(size):
                 self.ops.take_rows(logits_SV, samples_K, self.logits_KV[:size])
@@ -239,12 +251,12 @@ class WholeRowSampler:
         if self.tp.rank == 0:
             self.logits_KV[:size].copy_(whole_KV)
 
-    def _share(self, inputs: torch.Tensor, size: int) -> None:
+    def _share(self, inputs_XK: torch.Tensor) -> None:
         """Gives rank 0's tokens to the other ranks."""
-        tokens_K = self.tokens_K[:size]
+        tokens_K = self.tokens_K[: inputs_XK.shape[1]]
         self.tp.broadcast(tokens_K)
         if self.tp.rank:  # Padding of -1 lands in the last row and the last sample, which are nobody's.
-            samples_K, rows_K, positions_K, _ = inputs.view(-1, size).long()
+            samples_K, rows_K, positions_K, _, _ = inputs_XK.long()
             self.state.sampled_S[samples_K] = tokens_K
             self.state.table[rows_K, Field.TOKEN] = tokens_K
             self.state.table[rows_K, Field.POSITION] = positions_K.int() + 1

@@ -90,7 +90,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.lockstep = params.structured_outputs is not None
         self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
-        self.can_draft = not (self.special or self.lockstep)
+        self.can_draft = not (request.embed or self.lockstep)
 
     @property
     def block_ids(self) -> list[int]:

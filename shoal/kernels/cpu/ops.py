@@ -22,7 +22,7 @@ from shoal.kernels.sampling.logit_bias import add_bias
 from shoal.kernels.sampling.min_tokens import ban_stops
 from shoal.kernels.sampling.penalties import penalize
 from shoal.kernels.sampling.split_sample import join_parts, sample_parts
-from shoal.kernels.sampling.token_history import remember_last, set_last, take_rows
+from shoal.kernels.sampling.token_history import locate_rows, put_samples, store_tokens, take_rows
 from shoal.kinds.attention import QueryScaling
 
 __all__ = [
@@ -49,16 +49,17 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "locate_rows",
     "mamba2",
     "moe",
     "penalize",
+    "put_samples",
     "qk_norm_rope_store",
-    "remember_last",
     "rms_norm",
     "sample",
     "sample_parts",
-    "set_last",
     "soft_cap",
+    "store_tokens",
     "take_rows",
 ]
 

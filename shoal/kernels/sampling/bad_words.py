@@ -22,7 +22,7 @@ def ban_words(
         words_at = one.fields[Option.WORDS_START] + len(ends)
         tokens = one.lists[words_at : words_at + ends[-1]].tolist()
         output: list[int] = []
-        if one.fields[Option.READS_HISTORY]:
+        if one.reads_history:
             first = max(one.fields[Option.NUM_PROMPT], positions[k] + 1 - len(tokens))
             output = options.tokens(row, positions[k] + 1)[first:].tolist()
         for start, end in zip([0, *ends], ends):

@@ -2,8 +2,8 @@
 Each option has a pair of files here, `penalties.py` and so on: the meaning in PyTorch, and a Triton kernel.
 
 The fields of all rows are one int32 table with the columns of `Option`, where floats are stored as their
-bits. The host writes a row of it when a sequence gets that row; the device changes LAST. A row's lists of
-token ids are an int32 tensor of their own, as few sequences have any, and of any length.
+bits. The host writes a row of it when a sequence gets that row. A row's lists of token ids are an int32
+tensor of their own, as few sequences have any, and of any length.
 
 The tokens of such a row lie in `history`, one int32 for each token of the KV cache, under the sequence's own
 block table. So they have room wherever the KV has, sequences that share blocks share their tokens, and
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +31,39 @@ class Option(IntEnum):
     FREQUENCY = 2  # float32; 0: off
     NUM_PROMPT = 3  # tokens of the prompt, with which `history` begins
     READS_HISTORY = 4  # whether any option needs the tokens
-    LAST = 5  # the token at the position that the next sample follows
-    MIN_END = 6  # no stop token may have a position below this one
-    STOPS_START = 7
-    STOPS_COUNT = 8
-    ALLOWED_START = 9
-    ALLOWED_COUNT = 10  # 0: all tokens are allowed
-    BIAS_START = 11  # the biased token ids, then as many float32s
-    BIAS_COUNT = 12
-    WORDS_START = 13  # where each bad word ends in the list of their tokens, which follows
-    WORDS_COUNT = 14
+    MIN_END = 5  # no stop token may have a position below this one
+    STOPS_START = 6
+    STOPS_COUNT = 7
+    ALLOWED_START = 8
+    ALLOWED_COUNT = 9  # 0: all tokens are allowed
+    BIAS_START = 10  # the biased token ids, then as many float32s
+    BIAS_COUNT = 11
+    WORDS_START = 12  # where each bad word ends in the list of their tokens, which follows
+    WORDS_COUNT = 13
+
+
+class SamplePlaces(NamedTuple):
+    """The places of a step's samples, int32 each."""
+
+    rows_S: torch.Tensor  # the state row of each sample; -1: padding
+    positions_S: torch.Tensor  # the position of the last token before it,
+    tokens_S: torch.Tensor  # and that token
+
+
+class WholeRow(IntEnum):
+    """The int32s of a sample that is drawn from a whole row of logits, where it is drawn."""
+
+    SAMPLE = 0  # its index among the step's samples; -1: padding
+    ROW = 1  # its state row; -1: padding
+    POSITION = 2  # the position of the last token before it,
+    TOKEN = 3  # and that token
+    OPTIONS = 4  # the state row if that has options, else -1
 
 
 def pack_options(
     *,
     penalties: tuple[float, float, float],
     num_prompt: int,
-    last: int,
     min_end: int,
     stops: Sequence[int],
     allowed: Sequence[int],
@@ -56,7 +73,7 @@ def pack_options(
     """Returns the fields of these options, and their lists. `penalties`: repetition, presence, frequency."""
     fields = np.zeros(len(Option), np.int32)
     fields[: Option.NUM_PROMPT] = np.array(penalties, np.float32).view(np.int32)
-    fields[Option.NUM_PROMPT], fields[Option.LAST], fields[Option.MIN_END] = num_prompt, last, min_end
+    fields[Option.NUM_PROMPT], fields[Option.MIN_END] = num_prompt, min_end
     has_penalties = penalties != (1.0, 0.0, 0.0)
     fields[Option.READS_HISTORY] = has_penalties or any(len(word) > 1 for word in words)
     lists: dict[Option, list[Sequence[int] | np.ndarray]] = {
@@ -121,6 +138,10 @@ class OptionsOfRow:
     def __init__(self, fields_O: torch.Tensor, lists: torch.Tensor) -> None:
         self.fields_O, self.lists = fields_O, lists
         self.fields = fields_O.tolist()
+
+    @property
+    def reads_history(self) -> bool:
+        return bool(self.fields[Option.READS_HISTORY])
 
     @property
     def penalties(self) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from shoal.kernels.sampling.row_options import Option
 
-LAST, READS_HISTORY = tl.constexpr(Option.LAST.value), tl.constexpr(Option.READS_HISTORY.value)
+READS_HISTORY = tl.constexpr(Option.READS_HISTORY.value)
 NUM_PROMPT = tl.constexpr(Option.NUM_PROMPT.value)
 NUM_OPTIONS = tl.constexpr(len(Option))
 

@@ -7,16 +7,51 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.rounding import cdiv
-from shoal.kernels.sampling.row_options import RowOptions
-from shoal.kernels.sampling.row_options_triton import (
-    LAST,
-    NUM_OPTIONS,
-    READS_HISTORY,
-    load_option,
-    token_ptrs,
-)
+from shoal.kernels.sampling.row_options import RowOptions, WholeRow
+from shoal.kernels.sampling.row_options_triton import READS_HISTORY, load_option, token_ptrs
 
 WIDE = tl.constexpr(4096)  # columns that a program takes
+
+
+@triton.jit
+def _locate_rows_kernel(
+    samples_ptr,
+    shaped_ptr,
+    rows_ptr,
+    positions_ptr,
+    tokens_ptr,
+    out_ptr,
+    num_rows,
+    SAMPLE: tl.constexpr,
+    ROW: tl.constexpr,
+    POSITION: tl.constexpr,
+    TOKEN: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
+    k = tl.program_id(0)
+    sample = tl.load(samples_ptr + k)
+    is_there = sample >= 0
+    row = tl.load(rows_ptr + sample, mask=is_there, other=-1)
+    tl.store(out_ptr + SAMPLE * num_rows + k, tl.where(row >= 0, sample, -1))
+    tl.store(out_ptr + ROW * num_rows + k, row)
+    tl.store(out_ptr + POSITION * num_rows + k, tl.load(positions_ptr + sample, mask=is_there, other=-1))
+    tl.store(out_ptr + TOKEN * num_rows + k, tl.load(tokens_ptr + sample, mask=is_there, other=0))
+    tl.store(out_ptr + OPTIONS * num_rows + k, tl.where(tl.load(shaped_ptr + k) > 0, row, -1))
+
+
+def locate_rows(
+    samples_K: torch.Tensor,
+    shaped_K: torch.Tensor,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    tokens_S: torch.Tensor,
+    out_XK: torch.Tensor,
+) -> None:
+    assert out_XK.is_contiguous()
+    num_rows = samples_K.shape[0]
+    inputs = samples_K, shaped_K, rows_S, positions_S, tokens_S
+    columns = {column.name: column.value for column in WholeRow}
+    _locate_rows_kernel[(num_rows,)](*inputs, out_XK, num_rows, **columns, num_warps=1)
 
 
 @triton.jit
@@ -39,9 +74,10 @@ def take_rows(logits_SV: torch.Tensor, samples_K: torch.Tensor, out_KV: torch.Te
 
 
 @triton.jit
-def _remember_last_kernel(
+def _store_tokens_kernel(
     rows_ptr,
     positions_ptr,
+    tokens_ptr,
     fields_ptr,
     block_tables_ptr,
     history_ptr,
@@ -55,13 +91,16 @@ def _remember_last_kernel(
     if load_option(fields_ptr, row, READS_HISTORY) != 0:
         table_ptr = block_tables_ptr + row * tables_stride
         ptr = token_ptrs(history_ptr, table_ptr, tl.load(positions_ptr + k), True, BLOCK_SIZE)
-        tl.store(ptr, load_option(fields_ptr, row, LAST))
+        tl.store(ptr, tl.load(tokens_ptr + k))
 
 
-def remember_last(rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowOptions) -> None:
-    _remember_last_kernel[(rows_K.shape[0],)](
+def store_tokens(
+    rows_K: torch.Tensor, positions_K: torch.Tensor, tokens_K: torch.Tensor, options: RowOptions
+) -> None:
+    _store_tokens_kernel[(rows_K.shape[0],)](
         rows_K,
         positions_K,
+        tokens_K,
         options.fields_RO,
         options.block_tables_RM,
         options.history,
@@ -72,21 +111,11 @@ def remember_last(rows_K: torch.Tensor, positions_K: torch.Tensor, options: RowO
 
 
 @triton.jit
-def _set_last_kernel(samples_ptr, rows_ptr, tokens_ptr, sampled_ptr, fields_ptr):
+def _put_samples_kernel(samples_ptr, tokens_ptr, sampled_ptr):
     k = tl.program_id(0)
-    sample, row = tl.load(samples_ptr + k), tl.load(rows_ptr + k)
-    token = tl.load(tokens_ptr + k)
-    tl.store(sampled_ptr + sample, token, mask=sample >= 0)
-    tl.store(fields_ptr + row * NUM_OPTIONS + LAST, token, mask=row >= 0)
+    sample = tl.load(samples_ptr + k)
+    tl.store(sampled_ptr + sample, tl.load(tokens_ptr + k), mask=sample >= 0)
 
 
-def set_last(
-    samples_K: torch.Tensor,
-    rows_K: torch.Tensor,
-    tokens_K: torch.Tensor,
-    sampled_S: torch.Tensor,
-    options: RowOptions,
-) -> None:
-    _set_last_kernel[(rows_K.shape[0],)](
-        samples_K, rows_K, tokens_K, sampled_S, options.fields_RO, num_warps=1
-    )
+def put_samples(samples_K: torch.Tensor, tokens_K: torch.Tensor, sampled_S: torch.Tensor) -> None:
+    _put_samples_kernel[(samples_K.shape[0],)](samples_K, tokens_K, sampled_S, num_warps=1)

@@ -142,7 +142,7 @@ def test_whole_rows_name_the_samples_that_have_options():
     header, sections, options = device.apply(plan)
     rows = [entry.row for entry in plan.scheduled]
     assert header[Header.NUM_WHOLE_ROWS] == 2
-    assert sections["whole_rows"].reshape(4, 2).tolist() == [[1, 2], rows[1:], [6, 2], rows[1:]]
+    assert sections["whole_rows"].reshape(2, 2).tolist() == [[1, 2], [1, 1]]
     assert decode_count(header[Header.LOGPROBS]) == 4 and decode_count(header[Header.PROMPT_LOGPROBS]) is None
     bias, penalty = options.starts
     assert (bias.row, bias.tokens, bias.block_ids) == (rows[1], [], []), "no option reads its tokens"
@@ -152,7 +152,7 @@ def test_whole_rows_name_the_samples_that_have_options():
     assert bias.fields[Option.MIN_END] == 7 + 2 and bias.lists[bias.fields[Option.STOPS_START]] == 9
     assert (penalty.row, penalty.tokens) == (rows[2], [0, 1, 2])
     assert penalty.block_ids == plan.scheduled[2].seq.block_ids[:1]
-    assert penalty.fields[:4].tolist() == [float_bits(1.5), 0, 0, 3] and penalty.fields[Option.LAST] == 2
+    assert penalty.fields[:4].tolist() == [float_bits(1.5), 0, 0, 3]
     assert not len(penalty.lists)
 
 
@@ -161,10 +161,10 @@ def test_whole_rows_come_in_chunks_of_the_sizes_there_are():
     for i in range(6):
         queue.add(request(f"{i}", 3, presence_penalty=1.0))
     header, sections, _ = device.apply(queue.schedule())
-    first, second = sections["whole_rows"].reshape(2, 4, 4).tolist()
+    first, second = sections["whole_rows"].reshape(2, 2, 4).tolist()
     assert header[Header.NUM_WHOLE_ROWS] == 6
     assert first[0] == [0, 1, 2, 3] and second[0] == [4, 5, -1, -1]
-    assert [column[2:] for column in second] == [[-1, -1]] * 4
+    assert [column[2:] for column in second] == [[-1, -1]] * 2
 
 
 @pytest.mark.parametrize("several", [True, False])

@@ -19,7 +19,7 @@ from shoal.engine.step_loop import StepLoop
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.sampling import logprobs as rows_of_logits
 from shoal.kernels.sampling import reference
-from shoal.kernels.sampling.row_options import pack_options
+from shoal.kernels.sampling.row_options import SamplePlaces, pack_options
 from shoal.kernels.state import Field, StateLayout
 from shoal.layers.parallel import TensorParallel
 
@@ -39,7 +39,7 @@ def sampler_of(num_rows, vocab_size, ops=cpu_ops, tp=None):
     state = BatchState(StateLayout(num_rows, 8), CPU)
     head = types.SimpleNamespace(vocab_size=vocab_size, whole=lambda x: x)
     made = WholeRowSampler(
-        ops, tp or TensorParallel.single(), state, head, queue_copy, range(1, num_rows + 1), block_size=4
+        ops, tp or TensorParallel.single(), state, head, range(1, num_rows + 1), block_size=4
     )
     made.allocate(20)
     return made
@@ -47,12 +47,17 @@ def sampler_of(num_rows, vocab_size, ops=cpu_ops, tp=None):
 
 def step_rows(*rows, options=None):
     """A step's whole rows of these samples, rows, positions and options, in one chunk."""
-    section = np.array(rows, np.int32).T.ravel().copy()
-    return StepWholeRows(torch.from_numpy(section), section, len(rows), options)
+    size = 1 + max(sample for sample, *_ in rows)
+    places = SamplePlaces(*torch.full((3, size), -1, dtype=torch.int32))
+    for sample, row, position, _ in rows:
+        places.rows_S[sample], places.positions_S[sample] = row, position
+    wanted = [(sample, int(shaped >= 0)) for sample, _, _, shaped in rows]
+    section = np.array(wanted, np.int32).T.ravel().copy()
+    return StepWholeRows(torch.from_numpy(section), section, len(rows), places, options)
 
 
 def packed(**changes):
-    neutral = dict(penalties=(1.0, 0.0, 0.0), num_prompt=0, last=0, min_end=0, stops=(), allowed=())
+    neutral = dict(penalties=(1.0, 0.0, 0.0), num_prompt=0, min_end=0, stops=(), allowed=())
     return pack_options(**neutral | dict(bias={}, words=()) | changes)
 
 
@@ -121,7 +126,7 @@ def test_the_tokens_of_a_new_row_are_sent_without_waiting_for_the_device(monkeyp
     sampler = sampler_of(3, 10)
     sampler.state.block_tables[0][1, :2] = torch.tensor([7, 2])
     starts = [
-        RowStart(1, *packed(last=i, num_prompt=2, stops=[i] * i), tokens, [7, 2][: -(-len(tokens) // 4)])
+        RowStart(1, *packed(num_prompt=2, stops=[i] * i), tokens, [7, 2][: -(-len(tokens) // 4)])
         for i, tokens in enumerate(([2, 3, 4, 7, 4], [2, 3, 9], [2, 3]))  # each admission sends them again
     ]
     for start in starts:
@@ -149,7 +154,7 @@ def test_the_options_of_all_rows_that_a_step_admits_are_sent_in_one_copy(monkeyp
     sampler.state.block_tables[0][:4, :2] = torch.tensor([[3, 5], [3, 6], [1, 0], [9, 2]])
     tokens = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8], [0] * 8]  # the first two share a block
     starts = [
-        RowStart(row, *packed(last=ids[-1], penalties=(1.0, row, 0.5)), ids, blocks)
+        RowStart(row, *packed(penalties=(1.0, row, 0.5)), ids, blocks)
         for row, (ids, blocks) in enumerate(zip(tokens, ([3, 5], [3, 6], [1], [9, 2])))
     ]
     starts.append(RowStart(5, *packed(bias={3: 1.5}), [], []))
@@ -195,10 +200,12 @@ def test_only_the_rows_concerned_are_copied_and_drawn_again():
 def test_whole_rows_beyond_one_chunk_are_all_drawn():
     sampler = sampler_of(3, 20)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(3))
-    rows = [(sample, sample % 3, sample, -1) for sample in range(7)]
+    rows = [(sample, 0) for sample in range(7)]
     packed = np.concatenate([np.array(rows[i : i + 3], np.int32).T.ravel() for i in range(0, 7, 3)])
+    samples = torch.arange(7, dtype=torch.int32)
+    places = SamplePlaces(samples % 3, samples, samples)
     sampler.state.sampled_S = torch.full((10,), -7, dtype=torch.int32)
-    sampler.draw(logits, StepWholeRows(torch.from_numpy(packed), packed, 7, None))
+    sampler.draw(logits, StepWholeRows(torch.from_numpy(packed), packed, 7, places, None))
     assert sampler.state.sampled_S.tolist() == [*logits[:7].argmax(1).tolist(), -7, -7, -7]
 
 

@@ -155,6 +155,55 @@ def test_random_requests_are_answered_as_without_drafts(options, speculation, wa
             close(a, b)
 
 
+OPTIONS_OF_ROWS = {
+    "bias": {"logit_bias": {34: 1.5}},
+    "allowed": {"allowed_token_ids": [*range(33, 80)]},
+    "a bad word": {"bad_words": [text_of([60])]},
+    "bad words": {"bad_words": [text_of([60, 61]), text_of([90, 91, 92])]},
+    "min_tokens": {"min_tokens": 30, "stop_token_ids": [100]},
+    "penalties": {"frequency_penalty": 0.01, "presence_penalty": 0.01, "repetition_penalty": 1.01},
+    "log-probabilities": {"logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_ROWS.values(), ids=OPTIONS_OF_ROWS)
+def test_a_request_with_any_option_drafts(options, steady, build):
+    """Regression: such a request got one token in each step."""
+    llm = build(steady, speculative_config=FIXED)
+    prompt = [40, *follow(RING, 40, 30)]
+    tokens, sizes = steps_of(llm, prompt, **options)
+    assert tokens == follow(RING, prompt[-1], 40)
+    assert max(sizes) == 5 and len(sizes) <= 12
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probabilities_of_drafts_follow_all_options_and_the_drafts_before(mode, wavering, build):
+    rng = random.Random(12)
+    prompts = [broken_runs(rng, RING) for _ in range(24)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            seed=i,
+            top_p=rng.choice((0.8, 1.0)),
+            top_k=rng.choice((0, 8)),
+            frequency_penalty=rng.choice((0.0, 0.6)),
+            repetition_penalty=rng.choice((1.0, 1.2)),
+            logit_bias=rng.choice((None, {50: 1.5})),
+            bad_words=rng.choice(([], [text_of(follow(RING, 50, 2))])),
+            logprobs=rng.choice((None, 0, 4)),
+            max_tokens=30,
+            ignore_eos=True,
+        )
+        for i in range(24)
+    ]
+    want = build(wavering, logprobs_mode=mode).generate(prompts, params, use_tqdm=False)
+    llm = build(wavering, logprobs_mode=mode, speculative_config=FIXED)
+    got = llm.generate(prompts, params, use_tqdm=False)
+    assert seen(want) == seen(got)
+    for a, b in zip(want, got):
+        close(a, b)
+
+
 def test_greedy_answers_are_those_of_transformers(root, build):
     folder = tiny.write_model(root, "qwen3")
     rng = random.Random(3)

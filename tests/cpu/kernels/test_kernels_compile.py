@@ -16,7 +16,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.rope import ONE_WAVE
-from shoal.kernels.sampling.row_options import Option, RowOptions
+from shoal.kernels.sampling.row_options import Option, RowOptions, WholeRow
 from shoal.kernels.state import StateLayout
 from shoal.kinds.attention import QueryScaling
 from shoal.kinds.experts import Activation, Router
@@ -170,13 +170,14 @@ def _row_options(num_rows: int, vocab_size: int, dtype: torch.dtype, block_size:
     options = RowOptions(fields, addresses, tables, history, _ints(num_rows, vocab_size))
     logits = torch.zeros(num_rows, vocab_size)
     triton_ops.take_rows(torch.zeros(num_rows, vocab_size, dtype=dtype), ints, logits)
-    triton_ops.remember_last(ints, ints, options)
+    triton_ops.locate_rows(ints, ints, ints, ints, ints, _ints(len(WholeRow), num_rows))
+    triton_ops.store_tokens(ints, ints, ints, options)
     triton_ops.keep_allowed(logits, ints, options)
     triton_ops.add_bias(logits, ints, options)
     triton_ops.penalize(logits, ints, ints, options)
     triton_ops.ban_stops(logits, ints, ints, options)
     triton_ops.ban_words(logits, ints, ints, options)
-    triton_ops.set_last(ints, ints, ints, ints, options)
+    triton_ops.put_samples(ints, ints, ints)
 
 
 for case in (

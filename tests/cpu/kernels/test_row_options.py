@@ -11,13 +11,11 @@ import torch
 
 from shoal.kernels import triton_ops
 from shoal.kernels.cpu import ops as cpu_ops
-from shoal.kernels.sampling.row_options import Option, RowOptions, pack_options
+from shoal.kernels.sampling.row_options import Option, RowOptions, WholeRow, pack_options
 from shoal.kernels.state import StateLayout
 
 BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 4, 6, 400
-NEUTRAL = dict(
-    penalties=(1.0, 0.0, 0.0), num_prompt=0, last=0, min_end=0, stops=(), allowed=(), bias={}, words=()
-)
+NEUTRAL = dict(penalties=(1.0, 0.0, 0.0), num_prompt=0, min_end=0, stops=(), allowed=(), bias={}, words=())
 by_each = pytest.mark.parametrize("ops", [cpu_ops, triton_ops], ids=["cpu", "triton"])
 
 
@@ -41,7 +39,7 @@ class Rows:
         padded = torch.zeros(len(blocks) * BLOCK_SIZE, dtype=torch.int32)
         padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.options.write_tokens(blocks.to(self.device), padded.to(self.device))
-        packed = pack_options(**NEUTRAL | {"last": tokens[-1] if tokens else 0} | changes)
+        packed = pack_options(**NEUTRAL | changes)
         fields, lists = (torch.from_numpy(x).to(self.device) for x in packed)
         at = torch.tensor([[row], [lists.data_ptr() if len(lists) else 0]], device=self.device)
         self.options.start({row: lists}, fields.unsqueeze(0), *at)
@@ -171,21 +169,44 @@ def test_many_bad_words_are_all_compared(ops) -> None:
 
 @by_each
 def test_a_sampled_token_counts_once_its_position_is_computed(ops) -> None:
-    """LAST waits among the options, because the position of a new token may have no block yet."""
     rows, sampled = Rows(), torch.zeros(7, dtype=torch.int32)
     rows.add(1, [5, 6, 7], penalties=(1.0, 1.0, 0.0), num_prompt=3)
     rows.add(2, [5, 6, 7])
-    for position, token in ((2, 11), (3, 12), (4, 11)):
-        ops.remember_last(ints(1, -1, 2), ints(position, 0, position), rows.options)
+    for position, before, token in ((2, 7, 11), (3, 11, 12), (4, 12, 11)):
+        ops.store_tokens(ints(1, -1, 2), ints(position, 0, position), ints(before, 7, 7), rows.options)
         logits = torch.zeros(1, 20)
         ops.penalize(logits, ints(1), ints(position), rows.options)
         assert logits[0].nonzero().squeeze(1).tolist() == [11, 12][: position - 2]
-        ops.set_last(ints(3, -1, 0), ints(1, -1, 2), ints(token, 9, 4), sampled, rows.options)
+        ops.put_samples(ints(3, -1, 0), ints(token, 9, 4), sampled)
         if position == 2:
             rows.tables[1, 1] = rows.free.pop()  # the block of position 4, which came with the step
         assert sampled.tolist() == [4, 0, 0, token, 0, 0, 0]
     assert rows.options.tokens(1, 5).tolist() == [5, 6, 7, 11, 12]
-    assert rows.options.fields_RO[1, Option.LAST] == 11
+
+
+@by_each
+def test_the_drafts_before_a_sample_count_for_it(ops) -> None:
+    rows = Rows()
+    rows.add(1, [5, 6, 7, 0, 0, 0], penalties=(1.0, 1.0, 0.0), num_prompt=3)
+    for drafts in ([11, 12, 13], [14, 11]):  # the first is replaced after a step that rejected it
+        own, positions = ints(*[1] * len(drafts)), ints(*range(3, 3 + len(drafts)))
+        ops.store_tokens(own, positions, ints(*drafts), rows.options)
+        logits = torch.zeros(len(drafts), 20)
+        ops.penalize(logits, own, positions, rows.options)
+        found = [row.nonzero().squeeze(1).tolist() for row in logits]
+        assert found == [sorted(drafts[: i + 1]) for i in range(len(drafts))]
+
+
+@by_each
+def test_samples_are_located_among_those_of_the_step_and_padding_stays_padding(ops) -> None:
+    rows, positions, tokens = ints(-1, 3, 3, 7), ints(-1, 8, 9, 4), ints(0, 21, 22, 23)
+    out = torch.full((len(WholeRow), 5), -9, dtype=torch.int32)
+    ops.locate_rows(ints(2, 1, 3, 0, -1), ints(1, 1, 0, 1, -1), rows, positions, tokens, out)
+    found = {column: out[column].tolist() for column in WholeRow}
+    assert found[WholeRow.SAMPLE] == [2, 1, 3, -1, -1]
+    assert found[WholeRow.ROW] == [3, 3, 7, -1, -1]
+    assert found[WholeRow.OPTIONS] == [3, 3, -1, -1, -1]
+    assert found[WholeRow.POSITION][:3] == [9, 8, 4] and found[WholeRow.TOKEN][:3] == [22, 21, 23]
 
 
 @by_each
