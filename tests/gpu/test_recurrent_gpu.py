@@ -1,6 +1,6 @@
 """The kernels of recurrent layers on a GPU, at published sizes, against the reference, and in a graph.
 
-bf16: keys, scores and states are rounded to 8 bits before matmuls, relative to results near 1: 3e-2. float32:
+bf16: keys, scores and states are rounded to 8 bits before matmuls, relative to results near 1: 4e-2. float32:
 sums are reordered over thousands of tokens: 1e-3."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.recurrent_steps import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS["long prompts"] = ([(0, 0, 1500), (1, 640, 700)], 0)
-TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
+TOLERANCES = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 STEP = pytest.mark.parametrize("step", STEPS)
 DTYPE = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 DELTA = Heads(16, 32, 128, 128)  # Qwen3.5-9B

@@ -108,10 +108,10 @@ class MixedShape:
     def pad(self, sections: dict[str, np.ndarray], num_decodes: int) -> dict[str, np.ndarray]:
         """The token sections of a step that fits, in this shape."""
 
-        def seqs(values: np.ndarray, padding: int) -> np.ndarray:
+        def seqs(values: np.ndarray, decodes_padding: int, padding: int) -> np.ndarray:
             return np.concatenate(
                 (
-                    _fill(values[:num_decodes], self.decodes, padding),
+                    _fill(values[:num_decodes], self.decodes, decodes_padding),
                     _fill(values[num_decodes:], self.prefills, padding),
                 )
             )
@@ -126,9 +126,10 @@ class MixedShape:
         }
         starts = sections["query_starts"]
         return {name: _fill(sections[name], *size) for name, size in sizes.items()} | {
-            "rows": seqs(sections["rows"], -1),
-            "kv_lens": seqs(sections["kv_lens"], 0),
-            "query_starts": np.append(seqs(starts[:-1], starts[-1]), starts[-1]),
+            "rows": seqs(sections["rows"], -1, -1),
+            "kv_lens": seqs(sections["kv_lens"], 0, 0),
+            # each place ends where the next one begins, so that an empty one has no token
+            "query_starts": np.append(seqs(starts[:-1], starts[num_decodes], starts[-1]), starts[-1]),
         }
 
 
