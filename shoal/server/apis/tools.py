@@ -37,9 +37,11 @@ from shoal.server.http.exchange import Exchange
 from shoal.text.conversation import with_whole_escapes
 from shoal.text.formats.registry import THOUGHTS_BY_NAME, choose, choose_thoughts, form_of
 from shoal.text.grammar.argument_schema import call_schema
-from shoal.text.grammar.call_grammar import call_grammar, text_and_calls
+from shoal.text.grammar.call_grammar import call_grammar
+from shoal.text.grammar.free_calls import text_and_calls
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.enforced import ListedCalls, NamedCall
+from shoal.text.reading.messages import Messages
 from shoal.text.reading.parts import CallDelta, Part
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import Start, Thoughts
@@ -86,7 +88,7 @@ class ToolPlan:
     # The arguments' schema of each tool that may be called, by the tool's name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_limited: bool = False  # a call of any other tool counts as text
-    is_either: bool = False  # a grammar allows calls and the answer's own format
+    has_headers: bool = False  # the grammar has the headers of messages to the user
     is_strict: bool = False  # a call that the model decides to make follows its schema
     structured: StructuredOutputsParams | None = None  # the grammar that enforces "required" and "named"
     thinks: bool = True  # False: a grammar holds from the answer's first token on, so there is no reasoning
@@ -108,9 +110,12 @@ class ToolPlan:
                 params.structured_outputs = self._call_or(form, parser, thoughts)
             elif self.is_strict and form is None:
                 written = form_of(parser)
-                tag = text_and_calls(written.syntaxes, self.schemas, self.parallel, written.openings)
-                if written.syntaxes and tag is not None:
+                # Free text would otherwise take the mark, and with it calls that the reasoning quotes.
+                marks = () if thoughts is None else (thoughts.open,)
+                tag = text_and_calls(written, self.schemas, self.parallel, marks)
+                if tag is not None:
                     params.structured_outputs = StructuredOutputsParams(structural_tag=tag)
+                    self.has_headers = isinstance(written, Messages)
                     names["structured_outputs"] = names.get("tools", "tools")
         elif self.structured is not None:
             closes = form.disable_additional_properties if form is not None else None
@@ -138,7 +143,7 @@ class ToolPlan:
             )
             answer = {"type": "sequence", "elements": [{"type": "const_string", "value": head}, answer]}
         either = {"type": "or", "elements": [calls, answer]}
-        self.is_either = True
+        self.has_headers = True
         return replace(
             form, json=None, json_object=None, structural_tag={"type": "structural_tag", "format": either}
         )
@@ -304,17 +309,11 @@ class AnswerFormat:
     ) -> None:
         """Lets reasoning precede what the grammar constrains."""
         gap = thoughts.words or thoughts.forced.removeprefix(thoughts.close)
-        if self.plan.is_enforced or self.plan.is_either:
+        if self.plan.is_enforced or self.plan.has_headers:
             gap = thoughts.turn
         start = self._expected.start
         if start is not Start.BEHIND:
             begin = thoughts.open if start is Start.UNKNOWN else ""
-            if begin and self.plan.mode == "auto" and isinstance(tag := structured.structural_tag, dict):
-                # Free text would otherwise take the mark, and with it calls that the reasoning quotes.
-                form = tag["format"]
-                if "excludes" in form:
-                    form = {**form, "excludes": [*form["excludes"], begin]}
-                    structured = replace(structured, structural_tag={**tag, "format": form})
             params.structured_outputs = replace(structured, reasoning=(begin, thoughts.close, gap))
 
     def budget(self, limit: int | None, tokenizer: Tokenizer | None) -> ThinkingBudget | None:
@@ -323,7 +322,7 @@ class AnswerFormat:
         thoughts = self._expected.thoughts
         if limit is None or limit < 0 or thoughts is None or tokenizer is None:
             return None
-        start, calls = self._expected.start, self.plan.is_enforced or self.plan.is_either
+        start, calls = self._expected.start, self.plan.is_enforced or self.plan.has_headers
         return ThinkingBudget.of(limit, thoughts, start, tokenizer, calls=calls)
 
     def parser(self, is_whole: bool) -> AnswerParser:

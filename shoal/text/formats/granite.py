@@ -4,7 +4,7 @@ and <|/tool_call|> at the end."""
 
 from __future__ import annotations
 
-from shoal.text.reading.call_syntax import json_syntax
+from shoal.text.reading.call_syntax import GAP, bare_json, json_syntax
 from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_list
 from shoal.text.reading.reader import Reader, Steps
@@ -17,6 +17,7 @@ class Granite(ChatFormat):
     closing = "<|/tool_call|>"
     json_call = JsonCall("<|tool_call|>[", "]")
     syntaxes = (json_syntax("<|tool_call|>[", "]", ", "),)
+    bare = bare_json(r"\[" + GAP, "arguments")
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_list(reader, is_known=not mark, is_strict=not mark)

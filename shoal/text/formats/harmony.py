@@ -14,6 +14,8 @@ from shoal.text.reading.thoughts import HARMONY
 
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+# Parts of a header, as regexes: its channel, its recipient and the format of its text.
+ANY, TO, JSON = "(analysis|commentary)", r"to=(functions\.)?{name}", r"( ?(<\|constrain\|>)?json)?"
 ROLES = ("assistant", "user", "all", "system")
 
 
@@ -28,6 +30,9 @@ class Harmony(Messages):
         ),
     )
     heads = ("<|channel|>", "<|constrain|>", "to=")
+    thoughts_head = r"<\|channel\|>analysis<\|message\|>"
+    words_head = rf"<\|channel\|>(commentary|final){JSON}<\|message\|>"
+    call_head = rf"(<\|channel\|>{ANY} {TO}| ?{TO}<\|channel\|>{ANY}){JSON}<\|message\|>"
 
     def is_thought(self, header: str) -> bool:
         channel = CHANNEL.search(header)

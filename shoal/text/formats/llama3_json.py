@@ -3,7 +3,7 @@ Without the mark a call must name one of the tools, as it has no other differenc
 
 from __future__ import annotations
 
-from shoal.text.reading.call_syntax import json_syntax
+from shoal.text.reading.call_syntax import bare_json, json_syntax
 from shoal.text.reading.chat_format import ChatFormat, JsonCall
 from shoal.text.reading.json_calls import read_call
 from shoal.text.reading.marks import SPACE
@@ -16,6 +16,7 @@ class Llama3Json(ChatFormat):
     openings = ("<|python_tag|>",)
     json_call = JsonCall("", "", separator="; ", arguments="parameters")
     syntaxes = (json_syntax("", "", "; ", key="parameters"),)
+    bare = bare_json("", "parameters")
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         while True:

@@ -19,6 +19,9 @@ class Muse(Messages, Invokes):
     thoughts = TO_SELF
     ends = ("<|eom|>", "<|eot|>")
     heads = ("to=",)
+    thoughts_head = r" ?to=self<\|message\|>"
+    words_head = r" ?to=user<\|message\|>"
+    call_head = r' ?to={name}<\|message\|><atem:function_calls>\n<atem:invoke name="{name}">\n'
     syntaxes = (
         CallSyntax(
             " to=",

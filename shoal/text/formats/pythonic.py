@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 
 from shoal.text.reading import json_calls
-from shoal.text.reading.call_syntax import CallSyntax, PairedArguments
+from shoal.text.reading.call_syntax import GAP, BareCalls, CallSyntax, PairedArguments
 from shoal.text.reading.chat_format import ChatFormat
 from shoal.text.reading.json_calls import MAX_DEPTH
 from shoal.text.reading.reader import Ended, Malformed, Reader, Steps
@@ -187,6 +187,9 @@ class Llama4Pythonic(ChatFormat):
     closing = "<|python_end|>"
     # The template shows calls without the marks.
     syntaxes = (CallSyntax("", "(", ")", "[", "]", ", ", argument=ARGUMENTS),)
+    bare: BareCalls | None = BareCalls(
+        GAP + r"\[" + GAP + "({names})" + GAP + r"\(", GAP + r"\[" + GAP + "{name}" + GAP + r"\("
+    )
 
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_calls(reader, is_known=not mark)

@@ -21,7 +21,7 @@ from shoal.text.grammar.argument_schema import (
     without_text,
 )
 from shoal.text.grammar.closed_schema import ANNOTATIONS, IDENTITY
-from shoal.text.grammar.lark import lark_text
+from shoal.text.grammar.lark import lark_text, literal
 from shoal.text.grammar.pair_grammar import PairWriter
 from shoal.text.grammar.text_regexes import texts_of
 from shoal.text.reading.call_syntax import CallSyntax, PairedArguments, TaggedArgument
@@ -33,49 +33,32 @@ def call_grammar(
     """Returns the grammar of one or more calls, all in one of `syntaxes`. schemas: the arguments' schema of
     each tool. many: there may be several calls. opening: the beginning of the calls' text, which precedes
     the grammar."""
-    return _Writer(schemas).text(syntaxes, many, opening)
+    writer = CallWriter(schemas)
+    return writer.text(" | ".join(writer.calls(syntax, many, opening) for syntax in syntaxes))
 
 
-def text_and_calls(
-    syntaxes: Sequence[CallSyntax], schemas: Mapping[str, dict[str, Any]], many: bool, openings: Sequence[str]
-) -> dict[str, Any] | None:
-    """Returns a structural tag for free text in which a mark of `openings` begins calls; None for a family
-    whose calls begin without a mark. many: there may be several calls."""
-    tags = []
-    for syntax in syntaxes:
-        text = syntax.begin + syntax.before
-        opening = next((mark for mark in openings if text.startswith(mark)), None)
-        if opening is None:
-            return None
-        # Calls without a text around all of them begin one by one.
-        grammar = call_grammar([syntax], schemas, many and bool(syntax.begin), opening)
-        tags.append({"begin": opening, "content": {"type": "grammar", "grammar": grammar}, "end": ""})
-    triggers = list(dict.fromkeys(tag["begin"] for tag in tags))
-    form = {
-        "type": "triggered_tags",
-        "triggers": triggers,
-        "tags": tags,
-        "excludes": [mark for mark in openings if not any(mark in trigger for trigger in triggers)],
-        "stop_after_first": not many,
-    }
-    return {"type": "structural_tag", "format": form}
+class CallWriter:
+    """Writes the rules of calls of these tools."""
 
-
-class _Writer:
     def __init__(self, schemas: Mapping[str, dict[str, Any]]) -> None:
         self._schemas = schemas
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # rules by their bodies
+        self._names: dict[tuple[str, str], str] = {}  # rules by their bodies and options
 
-    def text(self, syntaxes: Sequence[CallSyntax], many: bool, opening: str) -> str:
-        start = " | ".join(self._calls(syntax, many, opening) for syntax in syntaxes)
+    def text(self, start: str) -> str:
+        """Returns the grammar, whose first rule has the body `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
-    def named(self, body: str, prefix: str = "r") -> str:
-        if body not in self._names:
-            self._names[body] = f"{prefix}{len(self._rules)}"
-            self._rules.append(f"{self._names[body]}: {body}")
-        return self._names[body]
+    def named(self, body: str, prefix: str = "r", options: str = "") -> str:
+        """Adds a rule, or with the prefix R a terminal, and returns its name."""
+        if (body, options) not in self._names:
+            name = self._names[body, options] = f"{prefix}{len(self._rules)}"
+            self._rules.append(f"{name}{options}: {body}")
+        return self._names[body, options]
+
+    def lazy(self, terminal: str) -> str:
+        """Adds a rule for a terminal that ends as soon as it can."""
+        return self.named(self.named(terminal, "R"), options="[lazy]")
 
     def reserve(self) -> str:
         self._rules.append("")
@@ -84,8 +67,24 @@ class _Writer:
     def define(self, name: str, body: str) -> None:
         self._rules[int(name[1:])] = f"{name}: {body}"
 
-    def _calls(self, syntax: CallSyntax, many: bool, opening: str) -> str:
-        first = self._call(syntax, syntax.begin, opening)
+    def calls(self, syntax: CallSyntax, many: bool, opening: str = "") -> str:
+        """Returns a body of calls. many: there may be several. opening: the text that precedes the body."""
+        return self._and_more(self._call(syntax, syntax.begin, opening), syntax, many)
+
+    def calls_after(self, head: str, syntax: CallSyntax, many: bool) -> str:
+        """Returns a body of calls. head: a regex of the text before the first call's arguments, with {name}
+        for its name."""
+        return self._and_more(self.call_after(head, syntax), syntax, many)
+
+    def call_after(self, head: str, syntax: CallSyntax) -> str:
+        """Returns a body of one call, which may end before `syntax.end`."""
+        found = []
+        for name, schema in self._schemas.items():
+            begin = self.named(f"/{head.replace('{name}', literal(name))}/", "R")
+            found.append(f"{begin} {self._arguments(syntax, schema)}")
+        return " | ".join(found)
+
+    def _and_more(self, first: str, syntax: CallSyntax, many: bool) -> str:
         more = f" ({self._call(syntax, syntax.separator)})*" if many and not syntax.is_single else ""
         end = f" ({lark_text(syntax.end)})?" if syntax.may_end else ""
         return _joined("", f"({first}){more}{end}", "" if end else syntax.end)
@@ -112,7 +111,7 @@ class _Writer:
             arguments = self._tagged(syntax.argument, schema)
         else:
             arguments = self.json(without(schema, IDENTITY))
-        return self.named(_joined("", arguments, syntax.after) or '""')
+        return self.named(_joined("", arguments, ("}" if syntax.key else "") + syntax.after) or '""')
 
     def _tagged(self, syntax: TaggedArgument, schema: dict[str, Any]) -> str:
         """Returns the arguments that the schema names, in its order."""

@@ -11,6 +11,7 @@ from shoal.errors import RequestError
 from shoal.text.grammar.json_schema import SchemaWriter, check_nesting
 
 MAX_RULES = 1000  # in a grammar
+SIGNS = frozenset(r".^$*+?()[]{}|\/")  # that have a meaning in a regex
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
@@ -25,6 +26,11 @@ def lark_text(text: str) -> str:
     if text.isprintable():
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return "/" + "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) + "/"
+
+
+def literal(text: str) -> str:
+    """Returns a regex of Lark for this text. Signs other than those with a meaning stay as they are."""
+    return "".join("\\" + c if c in SIGNS else c if c.isprintable() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def lark_of(grammar: str, schemas: SchemaWriter) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GAP = r"[ \t\r\n]*"  # a regex
+
 
 @dataclass(frozen=True, slots=True)
 class TaggedArgument:
@@ -61,8 +63,30 @@ class CallSyntax:
     may_end: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BareCalls:
+    """Calls without an opening mark, with which an answer begins.
+
+    begun: a regex of the beginnings of such answers, in which {names} are the tools' names. head: a regex of
+    the text before the first call's arguments, in which {name} is its name.
+    """
+
+    begun: str
+    head: str
+
+
 def json_syntax(
     begin: str, end: str, separator: str, before: str = "", after: str = "", key: str = "arguments"
 ) -> CallSyntax:
     """Returns the syntax of calls that are JSON objects. before, after: texts around each call."""
     return CallSyntax(before, "", after, begin, end, separator, key=key)
+
+
+def bare_json(before: str, key: str) -> BareCalls:
+    """Returns bare calls that are JSON objects. before: a regex of the text before the first one. key: see
+    CallSyntax."""
+    name, earlier = f'"name"{GAP}:{GAP}"', f'("(type|id|arguments|parameters)"{GAP}:(?s:.*))?'
+    begin = f"{GAP}{before}\\{{{GAP}"
+    return BareCalls(
+        f'{begin}{earlier}{name}({{names}})"', f'{begin}{name}{{name}}"{GAP},{GAP}"{key}"{GAP}:{GAP}'
+    )

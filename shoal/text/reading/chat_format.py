@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from shoal.text.reading.call_syntax import CallSyntax
+from shoal.text.reading.call_syntax import BareCalls, CallSyntax
 from shoal.text.reading.marks import SPACE, marks_of
 from shoal.text.reading.reader import Reader, Steps
 from shoal.text.reading.thoughts import Start, Thoughts
@@ -38,6 +38,7 @@ class ChatFormat:
     thoughts: Thoughts | None = None  # None: the chat template has the marks around reasoning
     json_call: JsonCall | None = None
     syntaxes: tuple[CallSyntax, ...] = ()
+    bare: BareCalls | None = None  # what `bare_calls` reads
 
     def is_of(self, template: str) -> bool:
         """Returns True for a chat template with all texts of one of `signs`."""

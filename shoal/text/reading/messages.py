@@ -12,12 +12,17 @@ from shoal.text.reading.reader import Reader, Steps
 from shoal.text.reading.thoughts import Start
 
 START, MESSAGE = "<|start|>", "<|message|>"
+NEXT = "<|start|>assistant"  # the beginning of a further message's header
 MAX_HEADER = 256  # characters; the mark after a longer header is missing
 
 
 class Messages(ChatFormat):
     ends: tuple[str, ...]  # marks that end a message
     heads: tuple[str, ...]  # beginnings of a header without <|start|>
+    # Regexes of the rest of a header, after NEXT. call_head ends before the arguments; {name} is the tool.
+    thoughts_head: str
+    words_head: str
+    call_head: str
 
     def is_thought(self, header: str) -> bool:
         raise NotImplementedError

@@ -13,12 +13,15 @@ from tokenizers import Tokenizer as Backend
 
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
-from shoal.server.apis.tools import AnswerFormat, ToolPlan, whole
-from shoal.text.formats.registry import BY_NAME, FORMATS
-from shoal.text.grammar.call_grammar import call_grammar, text_and_calls
+from shoal.server.apis.tools import AnswerFormat, ToolPlan, plan_tools, whole
+from shoal.text.formats.registry import BY_NAME, FORMATS, THOUGHTS_BY_NAME
+from shoal.text.grammar.call_grammar import call_grammar
+from shoal.text.grammar.free_calls import text_and_calls
+from shoal.text.reading.messages import Messages
 from shoal.text.reading.reader import Expected, Reader
 from shoal.text.reading.thoughts import BRACKETS, THINK, Start
 from shoal.text.tokenizer import Tokenizer
+from tests.cpu.text.chat_families import FAMILIES
 
 SHORT, DIGIT = {"type": "string", "maxLength": 5}, {"type": "integer", "minimum": -9, "maximum": 12}
 COLOR = {"enum": ["red", "green & <blue>", '"quoted"', ""]}
@@ -79,6 +82,7 @@ MARKS = (
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
     "<think>", "</think>", "[THINK]", "[/THINK]", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
     "<minimax:tool_call>", "</minimax:tool_call>", "<|im_start|>", "<|channel>", "<channel|>", "<|eom|>",
+    "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|tool_call|>",
 )  # fmt: skip
 FORMATS_CHECKED = jsonschema.FormatChecker(["date", "ipv4"])
 CONSTRAINED = [form for form in FORMATS if form.syntaxes]
@@ -223,17 +227,133 @@ def test_an_opening_of_reasoning_that_is_spelled_in_letters_is_not_allowed():
 @pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
 def test_calls_that_the_model_decides_to_make_fit_their_schema(form, grammars, tokenizer):
     schemas = {name: SCHEMAS[name] for name in ("ping", "numbers")}
-    tag = text_and_calls(form.syntaxes, schemas, True, form.openings)
-    if form.name in ("openai", "llama3_json", "llama4_pythonic", "muse_glimmer"):
-        assert tag is None  # no mark begins a call
-        return
-    num_calls = 0
+    tag, num_calls = text_and_calls(form, schemas, True), 0
     for number in range(12):
         text = written(grammars, tokenizer, tag, number)
-        answer = read(form, text)
+        answer = read(form, text, form.thoughts)
         assert not any(mark in answer.content for mark in form.openings), text
         num_calls += len(answer.calls)
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    triggers = tag["format"]["triggers"]
-    assert num_calls or all(len(tokenizer.encode(mark, add_special_tokens=False)) > 1 for mark in triggers)
+    begins = [syntax.begin + syntax.before for syntax in form.syntaxes]
+    marks = [
+        mark for mark in form.openings if any(begin.startswith(mark) for begin in begins)
+    ] or form.openings[:1]
+    # A random sampler spells no mark.
+    assert num_calls or all(len(tokenizer.encode(mark, add_special_tokens=False)) > 1 for mark in marks)
+
+
+TOWNS = {
+    "weather": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+    "weather.now": {"type": "object", "properties": {}},
+}
+LLAMA3, PYTHON, LIST = (
+    '{"name": "weather", "parameters": {"city": "Paris"}}',
+    '[weather(city="Paris")]',
+    '[{"name": "weather", "arguments": {"city": "Paris"}}]',
+)
+TO, NEXT = "to=functions.weather", "<|start|>assistant"
+JSON, ANALYSIS = ' <|constrain|>json<|message|>{"city": "Paris"}', "<|channel|>analysis<|message|>"
+INVOKE = '<atem:invoke name="weather">\n<atem:parameter name="city">Paris</atem:parameter>\n</atem:invoke>\n'
+INVOKE = f" to=weather<|message|><atem:function_calls>\n{INVOKE}</atem:function_calls>"
+FREE = {
+    "llama3_json": (
+        ["Hello", "", '{"name": "Bob"}', '{"name": "weathers"}', '{"a": {"name": "weather"}}', "{", "[1]"]
+        + [LLAMA3, f" {LLAMA3}", LLAMA3.replace(" ", ""), f"<|python_tag|>{LLAMA3}", f"So.<|python_tag|>{LLAMA3}"]
+        + [f'{LLAMA3}; {{"name": "weather.now", "parameters": {{}}}}', f"<|python_tag|>{LLAMA3}; {LLAMA3}"],
+        [LLAMA3.replace("Paris", "Oslo"), f"<|python_tag|>{LLAMA3.replace('weather', 'x')}", f"{LLAMA3} So."]
+        + ['{"name": "weather"}', '{"parameters": {"city": "x"}, "name": "weather"}', f"{LLAMA3}; {{}}"],
+    ),
+    "llama4_pythonic": (
+        ["Hello", "[]", '[1] is "one"', "[a link](https://x)", "[weather]", "[other(1)]", "I [weather(x)]"]
+        + [PYTHON, f"\n{PYTHON}", f"<|python_start|>{PYTHON}", '[weather.now(), weather(city="Rome")]'],
+        [PYTHON.replace("Paris", "Oslo"), "<|python_start|>[other()]", "[weather()]", "[ weather (x)", f"{PYTHON} So."],
+    ),
+    "granite": (
+        ["Hello", "[1, 2]", '[{"name": "Bob"}]', LIST, f"So.<|tool_call|>{LIST}"],
+        [LIST.replace("Paris", "Oslo"), f"<|tool_call|>{LIST.replace('weather', 'x')}", '[{"name": "weather"}]'],
+    ),
+    "openai": (
+        [f"<|channel|>final<|message|>Call {TO}.", "<|channel|>final<|message|>Hi<|end|>", f"<|channel|>commentary {TO}{JSON}"]
+        + [f" {TO}<|channel|>commentary json<|message|>{{\"city\": \"Rome\"}}", f"<|channel|>analysis to=weather{JSON}"]
+        + [f"{ANALYSIS}{TO}<|end|>{NEXT}<|channel|>commentary {TO}{JSON}", f"{ANALYSIS}Hm"]
+        + [f"<|channel|>commentary<|message|>Ah.<|end|>{NEXT}{ANALYSIS}Hm<|end|>{NEXT}<|channel|>final<|message|>So."]
+        + ["<|channel|>commentary to=functions.weather.now<|message|>{}"],
+        [f"<|channel|>commentary {TO}{JSON.replace('Paris', 'Oslo')}", "<|channel|>commentary to=functions.x<|message|>{}"]
+        + [f" {TO}.next{JSON}", f"<|channel|>commentary {TO}{JSON}<|end|>", f"{ANALYSIS}Hm<|end|>So."],
+    ),
+    "muse_glimmer": (
+        [" to=user<|message|>Hi", f" to=self<|message|><atem:function_calls>?<|eom|>{NEXT}{INVOKE}", INVOKE]
+        + [f" to=user<|message|>Ah.<|eom|>{NEXT}{INVOKE}"],
+        [INVOKE.replace("Paris", "Oslo"), INVOKE.replace("weather", "x"), " to=user<|message|><atem:function_calls>x"]
+        + [f"{INVOKE}{INVOKE}"],
+    ),
+}  # fmt: skip
+
+
+def can_write(grammars, tokenizer, params, text):
+    """Returns True if an answer with these structured outputs may be `text`."""
+    grammar = grammars.start(params, (), True).result()
+    return all(
+        map(grammar.accept, [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids])
+    )
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_free_text_has_no_call_outside_the_grammar(name, grammars, tokenizer):
+    """Regression: `strict` with tool_choice auto had no effect for families whose calls have no mark."""
+    form, (accepted, refused) = BY_NAME[name], FREE[name]
+    tools = [
+        {"type": "function", "function": {"name": tool, "parameters": TOWNS[tool], "strict": True}}
+        for tool in TOWNS
+    ]
+    plan, params = plan_tools(tools, "auto", True, name), SamplingParams()
+    thoughts = form.thoughts.name if form.thoughts else "none"
+    plan.constrain(params, name, thoughts, {})
+    AnswerFormat(plan, name, thoughts, "", params)
+    for text in accepted:
+        assert can_write(grammars, tokenizer, params.structured_outputs, text), text
+        answer = read(form, text, form.thoughts)
+        assert all(call.name in TOWNS and json.loads(call.arguments) is not None for call in answer.calls)
+    for text in refused:
+        assert not can_write(grammars, tokenizer, params.structured_outputs, text), text
+
+
+KINDS = {
+    "required": dict(choice="required"),
+    "named": dict(choice={"type": "function", "function": {"name": "weather.now"}}),
+    "json": dict(form=StructuredOutputsParams(json=PAIR), text='{"x": 3}', wrong='{"y": 3}'),
+    "regex": dict(form=StructuredOutputsParams(regex="[ab]+"), text="abba", wrong="c"),
+    "choice": dict(form=StructuredOutputsParams(choice=["yes", "no"]), text="no", wrong="so"),
+    "grammar": dict(form=StructuredOutputsParams(grammar='start: "x"+'), text="xx", wrong="xy"),
+}
+THINKING = {name: family for name, family in FAMILIES.items() if family.think}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", THINKING)
+def test_a_grammar_of_every_family_begins_after_the_reasoning(name, kind, grammars, tokenizer):
+    family, case = THINKING[name], KINDS[kind]
+    form, thoughts = BY_NAME[family.form], THOUGHTS_BY_NAME[family.thoughts]
+    tools = [{"type": "function", "function": {"name": tool, "parameters": TOWNS[tool]}} for tool in TOWNS]
+    plan = plan_tools(tools, case.get("choice", "none"), True, family.form)
+    params = SamplingParams(structured_outputs=case.get("form"))
+    plan.constrain(params, family.form, family.thoughts, {})
+    text, wrong, head = case.get("text", ""), case.get("wrong", "So"), ""
+    if not text:
+        text = written(grammars, tokenizer, params.structured_outputs, 1)
+    elif isinstance(form, Messages):  # after the reasoning, words have a header of their own
+        head = family.say("WORDS").split("WORDS")[0]
+    prompt = thoughts.open if family.opens else ""
+    answer_format = AnswerFormat(plan, family.form, family.thoughts, prompt, params)
+    assert plan.thinks
+    thought = f"I could write {family.quoted or text} but no."
+    for accepted in (family.think(thought, head + text), *([] if family.opens else [text])):
+        assert can_write(grammars, tokenizer, params.structured_outputs, accepted), accepted
+        answer = whole(answer_format.parser(True).push(accepted, "stop"))
+        assert answer.reasoning == (thought if accepted != text else "")
+        assert bool(answer.calls) == ("choice" in case)
+        assert answer.content.strip() == case.get("text", "")
+    unfinished = family.think(thought, "").split(thoughts.close)[0]
+    for refused in (family.think(thought, head + wrong), wrong, unfinished):
+        assert not can_write(grammars, tokenizer, params.structured_outputs, refused), refused
