@@ -108,7 +108,6 @@ def resolve_config(
         speculative=_speculation(config, model, gpu),
     )
     plan = plan_cache(resolved, model)
-    _check_recurrent(resolved, model)
     if resolved.num_gpu_blocks_override and len(plan.groups) > 1:
         raise ConfigError(
             f"num_gpu_blocks_override must be unset for {config.model}, whose layers form {len(plan.groups)} "
@@ -191,21 +190,6 @@ def _keeps_quantized(
 
 def _has_states(model: ModelConfig) -> bool:
     return any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
-
-
-def _check_recurrent(config: ResolvedConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for options that models with recurrent layers lack."""
-    if not _has_states(model):
-        return
-    for name, is_set in (
-        ("kv_transfer_config", config.kv_transfer_config is not None),
-        ("kv_store", config.kv_store is not None),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"{name} must be unset for {config.model}, as states of recurrent layers do not leave the "
-                "machine yet; leave it out"
-            )
 
 
 def _check_memory(

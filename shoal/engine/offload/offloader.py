@@ -328,7 +328,10 @@ class Offloader:
         deadline, self._flushing = ledger.clock() + timeout_s, True
         writer.queue_all()
         blocks, metas = self._candidates(reversed(self.pool.coldest(num_blocks)), num_blocks)
+        states = self.scheduler.blocks if isinstance(self.scheduler.blocks, StateBlocks) else None
         while (blocks or ledger.under_way or writer.has_waiting) and ledger.clock() < deadline:
+            if states is not None and self._safe_room() >= states.snapshots.size:
+                self._offload_snapshots(states)
             if blocks and not self._leaving:
                 room = self._safe_room()
                 if room:
@@ -368,7 +371,7 @@ class Offloader:
             if is_there and not all(map(has, keys)):
                 if self._room() < min(size, self.policy.max_leaving) or self._allowed() < size:
                     return
-                blocks.leaves(snapshot)
+                blocks.keep(snapshot)
                 self._parts.update(dict.fromkeys(keys, snapshot))
                 self._copy_out(snapshot.blocks, [part_meta(key, blocks.groups) for key in keys])
             waiting.popleft()
@@ -501,7 +504,8 @@ class Offloader:
             if meta.key in self._parts:
                 ended.add(self._parts.pop(meta.key))
         if ended and isinstance(self.scheduler.blocks, StateBlocks):
-            self.scheduler.blocks.have_left(ended.difference(self._parts.values()))
+            for snapshot in ended.difference(self._parts.values()):
+                self.scheduler.blocks.let_go(snapshot)
         stats = self.stats[HOST]
         if done.seconds:
             self.costs.store[HOST].add(done.seconds, len(metas))

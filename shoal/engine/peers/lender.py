@@ -14,9 +14,11 @@ from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
-from shoal.hashing import extend_keys, keys_with_tail
+from shoal.engine.scheduling.state_blocks import StateBlocks
+from shoal.hashing import extend_keys, keys_with_tail, part_key
 from shoal.kv.groups import NO_BLOCK
 from shoal.kv.places import Place, key_of, longest_end, places
+from shoal.kv.snapshots import StateSnapshot
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
 from shoal.kv.transfer.offers import Offers
@@ -64,14 +66,17 @@ class KvLender:
         self._blocks, self._block_size, self._num_layers = blocks, block_size, num_layers
         self._layer_events, self._num_ranks = layer_events, len(exports)
         groups = blocks.groups
-        # With several groups of layers, or a window, the blocks that a reader needs are known when the last
-        # chunk of the prompt is planned, and they are reported whole.
-        self._offers_late = len(groups) > 1 or groups[0].window is not None
+        # With recurrent layers a ticket has a snapshot, too: the blocks of its parts come last.
+        self._states = blocks if isinstance(blocks, StateBlocks) else None
+        self._lent: dict[bytes, StateSnapshot] = {}  # by ticket id
+        # With several groups of layers, a window or states, the blocks that a reader needs are known when the
+        # last chunk of the prompt is planned, and they are reported whole.
+        self._offers_late = self._states is not None or len(groups) > 1 or groups[0].window is not None
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
         self._late: list[tuple[bytes, int]] = []
         self._block_bytes = sum(rank[0].specs[0].block_bytes for rank in exports)
-        self.offers = Offers(b"", exports, blocks.pool.generation, time.monotonic, lease_s)
+        self.offers = Offers(b"", exports, self._generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
         self._advancer = Advancer(self.offers)
         self._ended = Counter[str]()
@@ -80,14 +85,16 @@ class KvLender:
     def begin(self, plan: StepPlan) -> dict[str, bytes]:
         """Offers the prompts that begin with this step, which is launched next, and has readers notified of
         each of its layers. Returns a ticket for each request that is offered. Prompts of models with several
-        groups of layers, or with windows, are offered with their last step."""
+        groups of layers, with windows or with states are offered with their last step."""
         tickets, notified = {}, []
         for entry in plan.scheduled[plan.num_decodes :]:
             seq, request = entry.seq, entry.seq.request
             if not request.offers_kv:
                 continue
             if self._ends_prompt(entry) if self._offers_late else entry.begins:
-                tickets[request.request_id] = self._offer(seq)
+                ticket = self._offer(seq) if self._states is None else self._offer_states(seq, plan)
+                if ticket is not None:
+                    tickets[request.request_id] = ticket
             prompt = self._prompts.get(request.request_id)
             # A prompt that was preempted and started again since `settle` computes into other blocks.
             if prompt is not None and not prompt.is_lost:
@@ -113,27 +120,79 @@ class KvLender:
         chain = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
         needed = self._places(len(seq.token_ids))
         blocks = [seq.tables[group][number] for group, number in needed]
-        needed = [place for place, block in zip(needed, blocks) if block != NO_BLOCK]
-        blocks = [block for block in blocks if block != NO_BLOCK]
-        ticket = self._hold(needed, blocks, 0, chain)
-        prompt = _Prompt(seq, unseal(ticket).id, len(blocks), seq.num_admissions)
-        self._prompts[seq.request.request_id] = prompt
+        found = {place: block for place, block in zip(needed, blocks) if block != NO_BLOCK}
+        return self._add_prompt(seq, self._hold(found, chain))
+
+    def _offer_states(self, seq: Sequence, plan: StepPlan) -> bytes | None:
+        """Returns a ticket for a prompt up to its last snapshot, so that a reader computes a block of it at
+        most; None if there is no snapshot. Snapshots of the step itself are not offered, as they are taken
+        after the last layer, with which readers are notified."""
+        extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
+        saves = [] if plan.copies is None else plan.copies.saves
+        found, snapshot = self._find(seq.keys, {blocks[0] for _, blocks in saves})
+        return self._add_prompt(seq, self._hold(found, seq.keys, snapshot)) if found else None
+
+    def _add_prompt(self, seq: Sequence, ticket: bytes) -> bytes:
+        opened = unseal(ticket)
+        self._prompts[seq.request.request_id] = _Prompt(
+            seq, opened.id, len(opened.blocks), seq.num_admissions
+        )
         return ticket
 
     def _places(self, end: int) -> list[Place]:
         """Returns the places that a reader needs after `end` tokens. If there are windows, also those for the
         last full blocks before the end: a request without the next token computes the last one itself."""
         largest = self._blocks.largest
-        return places(self._blocks.groups, end, max(0, end - 1) // largest * largest)
+        also = max(0, end - 1) // largest * largest
+        return places(self._blocks.groups, end, also if self._states is None else None)
 
-    def _hold(self, needed: list[Place], blocks: list[int], whole: int, chain: list[bytes]) -> bytes:
-        """Holds the blocks at these places, and returns a ticket for them, of which the first `whole` are
-        computed. `chain` has the keys of the prompt's tokens, maybe with a tail's."""
+    def _find(
+        self, chain: list[bytes], written: abc.Container[int] = ()
+    ) -> tuple[dict[Place, int], StateSnapshot | None]:
+        """Returns the findable blocks of the longest prefix with which a reader can continue, and with states
+        the snapshot at its end. `written`: the first blocks of snapshots that can't be used yet."""
+        groups, size, pool = self._blocks.groups, self._block_size, self._blocks.pool
+
+        def find(place: Place) -> int | None:
+            return pool.find(key_of(place, groups, chain, size))
+
+        def longest(end: int) -> int:
+            return longest_end(groups, end, lambda place: find(place) is not None)
+
+        end, snapshot = longest(len(chain) * size), None
+        while end and self._states is not None:
+            snapshots = self._states.snapshots
+            at = snapshots.longest(chain, end // size)
+            snapshot = snapshots.find(chain[at - 1]) if at else None
+            if snapshot is not None and snapshot.blocks[0] in written:
+                end = longest((at - 1) * size)
+            elif (end := longest(at * size)) == at * size:
+                break
+        found = {place: block for place in self._places(end) if (block := find(place)) is not None}
+        return found, snapshot if end else None
+
+    def _hold(
+        self,
+        found: dict[Place, int],
+        chain: list[bytes],
+        snapshot: StateSnapshot | None = None,
+        are_computed: bool = False,
+    ) -> bytes:
+        """Holds the blocks at these places, and keeps the snapshot. Returns a ticket for them. `chain` has
+        the keys of the prompt's tokens, maybe with a tail's."""
+        groups, blocks = self._blocks.groups, list(found.values())
         self._blocks.hold(blocks)
-        groups = self._blocks.groups
-        keys = [key_of(place, groups, chain, self._block_size) for place in needed]
-        numbers = [place.group for place in needed] if len(groups) > 1 else []
-        return self.offers.offer(blocks, whole, keys, numbers)
+        keys = [key_of(place, groups, chain, self._block_size) for place in found]
+        numbers = [place.group for place in found] if len(groups) > 1 or snapshot is not None else []
+        if snapshot is not None:
+            keys += [part_key(snapshot.key, part) for part in range(len(snapshot.blocks))]
+            numbers += [len(groups)] * len(snapshot.blocks)
+            blocks += snapshot.blocks
+        ticket = self.offers.offer(blocks, len(blocks) if are_computed else 0, keys, numbers)
+        if snapshot is not None and self._states is not None:
+            self._states.keep(snapshot)
+            self._lent[unseal(ticket).id] = snapshot
+        return ticket
 
     def _listen(self, notified: list[tuple[bytes, int]], samples: bool) -> None:
         """Has readers notified of the next step's layers. `samples`: whether the step samples a token.
@@ -167,15 +226,8 @@ class KvLender:
         the first key is derived from. No step may be in flight, which might still compute some of them."""
         chain: list[bytes] = []
         extend_keys(chain, root, token_ids, self._block_size)
-        groups, size, pool = self._blocks.groups, self._block_size, self._blocks.pool
-
-        def find(place: Place) -> int | None:
-            return pool.find(key_of(place, groups, chain, size))
-
-        end = longest_end(groups, len(chain) * size, lambda place: find(place) is not None)
-        found = {place: block for place in self._places(end) if (block := find(place)) is not None}
-        needed, blocks = list(found), list(found.values())
-        return self._hold(needed, blocks, len(blocks), chain) if blocks else None
+        found, snapshot = self._find(chain)
+        return self._hold(found, chain, snapshot, are_computed=True) if found else None
 
     def withdraw(self, ticket: bytes, why: str) -> None:
         """Takes back the blocks of a ticket that will not be used. Raises TransferError for a malformed
@@ -196,10 +248,25 @@ class KvLender:
                 self.offers.withdraw("its prompt was abandoned", prompt.ticket_id)
         self.offers.expire()
         for ended in self.offers.take_ended():
-            self._blocks.unhold(ended.blocks)
+            snapshot = self._lent.pop(ended.id, None)
+            self._blocks.unhold(ended.blocks if snapshot is None else ended.blocks[: -len(snapshot.blocks)])
+            if snapshot is not None and self._states is not None:
+                self._states.let_go(snapshot)
             self._ended[ended.failure or DONE] += 1
             if ended.failure is None:
                 self._blocks_out += len(ended.blocks)
+
+    def held_blocks(self) -> list[int]:
+        """Returns the KV blocks that are held, once for each offer."""
+        held = Counter(self.offers.held())
+        for snapshot in self._lent.values():
+            held.subtract(snapshot.blocks)
+        return [*held.elements()]
+
+    def _generation(self, block: int) -> int:
+        """Blocks for snapshots alone have none, as a snapshot is kept as long as it is lent."""
+        pool = self._blocks.pool
+        return pool.generation(block) if block < pool.num_blocks else 0
 
     def loans(self) -> KvLoans:
         self.settle()

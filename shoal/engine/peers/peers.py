@@ -146,14 +146,16 @@ class KvPeers(StepPart):
 
     def name_model(self) -> None:
         """Sends readers and ranks the name of the model and weights of the blocks. Engines of other
-        tensor-parallel sizes have the same name for a checkpoint."""
+        tensor-parallel sizes have the same name for a checkpoint, unless it has recurrent layers: their
+        states are divided among the ranks in other ways."""
         self._is_stale = False
-        model, files = self._ranks.runner.model_config, self._checkpoint()
+        runner, files = self._ranks.runner, self._checkpoint()
         if files is not None:
             name = checkpoint_fingerprint(files, is_packed=self._config.keep_quantized)
         else:
             checksums = self._ranks.call(commands.CHECKSUMS)
-            name = weights_fingerprint(checksums, model)
+            name = weights_fingerprint(checksums, runner.model_config)
+        name = runner.states.plan.add_to(name)
         self._ranks.call(commands.PEERS_NAME_MODEL, name)
         if self.lender is not None:
             self.lender.offers.model = name
@@ -172,7 +174,7 @@ class KvPeers(StepPart):
             self.reader.abandon()
 
     def held_blocks(self) -> abc.Sequence[int]:
-        return () if self.lender is None else self.lender.offers.held()
+        return () if self.lender is None else self.lender.held_blocks()
 
     def check(self) -> None:
         if self.lender is not None:

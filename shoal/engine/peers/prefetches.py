@@ -5,8 +5,9 @@ part holds the blocks from the moment when they are there until the request's co
     continuation                              waiting (may_start: False until then) -> starts with the blocks
 
 The scheduler runs both like any other sequences, but a prefetch request computes nothing. The full blocks
-are in the prefix cache; a reference keeps them there. The tokens after the last full block, the tail, have no
-key, so the continuation gets the tail's block by number (Sequence.tail), one for each group of layers.
+are in the prefix cache, with a snapshot if layers are recurrent; references keep them there. The tokens after
+the last full block, the tail, have no key, so the continuation gets the tail's block by number
+(Sequence.tail), one for each group of layers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.api import KV_CACHE, FinishReason, Output
-from shoal.engine.scheduling.part_state import Tail
+from shoal.engine.scheduling.part_state import Tail, states_of
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.engine.scheduling.sequence_blocks import NEVER
+from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
 from shoal.errors import RequestError
 from shoal.hashing import keys_with_tail
 from shoal.kv.groups import NO_BLOCK
 from shoal.kv.places import places
+from shoal.kv.snapshots import StateSnapshot
 
 HOLD_S = 30.0  # a continuation comes within milliseconds, unless its router has died
 
@@ -37,6 +40,7 @@ class _Held:
     seq: Sequence
     blocks: list[int]
     tail: Tail | None
+    snapshot: StateSnapshot | None  # with recurrent layers: the one after its last block
     until: float
 
 
@@ -158,8 +162,11 @@ class Prefetches(StepPart):
             keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:end], blocks.block_size)
             tail = Tail(tables, end, keys, blocks.pool.generation(tables[0][-1]))
         own = [seq.tables[group][number] for group, number in needed]
-        held = _Held(seq, own, tail, self._clock() + HOLD_S)
+        snapshot = states_of(seq).restored if isinstance(blocks, StateBlocks) else None
+        held = _Held(seq, own, tail, snapshot, self._clock() + HOLD_S)
         blocks.hold(held.blocks)
+        if snapshot is not None and isinstance(blocks, StateBlocks):
+            blocks.keep(snapshot)
         self._scheduler.take_out(seq)
         self._held[name] = held
         if name in self._continuations:
@@ -176,7 +183,10 @@ class Prefetches(StepPart):
         behind = self._continuations.pop(name, None)
         if behind is not None:
             behind.tail, behind.was_prefetched = None, False
-        self._scheduler.blocks.unhold(held.blocks)
+        blocks = self._scheduler.blocks
+        blocks.unhold(held.blocks)
+        if held.snapshot is not None and isinstance(blocks, StateBlocks):
+            blocks.let_go(held.snapshot)
         held.seq.finish_reason = reason
         self._scheduler.finished_outside.append(held.seq)
 

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from shoal.errors import ConfigError
+from shoal.kv.layout import opaque_spec
 from shoal.kv.transfer.fetch import IDLE_S, BlockReader, Fetched
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Exports, Transports
 from shoal.kv.transfer.ticket import ExportAddress, TransferError
 from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
+from shoal.kv.view import BlockView
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,10 @@ class Ended(NamedTuple):
 class RankPeers:
     """Every fetch has a number, which rank 0 chose. `poll` says which have ended."""
 
-    def __init__(self, views: CacheViews, device: torch.device) -> None:
-        """`views` are the rank's cache, one for each group of layers."""
+    def __init__(self, views: CacheViews, device: torch.device, has_states: bool = False) -> None:
+        """`views` are the rank's cache, one for each group of layers. `has_states`: some of its blocks hold
+        parts of snapshots."""
+        views = [*views, _parts(views[0])] if has_states else views
         self._views, self._device = views, device
         self._transports = Transports()
         self._exports: Exports | None = None
@@ -168,6 +173,19 @@ class RankPeers:
     ) -> Fetched:
         with Lease(sealed) as lease:
             return self._peers.fetch(lease, positions, blocks, PATIENCE_S, cancelled.is_set)
+
+
+def _parts(view: BlockView) -> BlockView:
+    """Returns the same memory as blocks of bytes: a group in addition to the layers', of parts of snapshots.
+    A part goes to the same rank of another worker, as states are divided in other ways than KV heads."""
+    spec = view.spec
+    parts = replace(
+        opaque_spec(spec.block_bytes, spec.num_blocks),
+        num_heads=spec.tp_size,
+        tp_rank=spec.tp_rank,
+        tp_size=spec.tp_size,
+    )
+    return BlockView.over(parts, view.storage)
 
 
 def decode_address(address: bytes) -> ExportAddress:

@@ -231,7 +231,7 @@ class ModelRunner:
     def open_peers(self) -> None:
         """Makes `peers`, for the cache as it is now."""
         assert self._peers is None
-        self._peers = RankPeers(self.cache.views(), self.device)
+        self._peers = RankPeers(self.cache.views(), self.device, bool(self.states.plan.num_blocks))
 
     @property
     def peers(self) -> RankPeers:

@@ -89,9 +89,9 @@ class StateBlocks(GroupedBlocks):
             self._take_again,
         )
         fetches.snapshots = self.snapshots
-        # With lower tiers: those that sequences have left behind, the oldest first; and those that are copied
+        # With lower tiers: those that sequences have left behind, the oldest first
         self.left_behind: deque[StateSnapshot] = deque(maxlen=num_blocks)
-        self.leaving: list[StateSnapshot] = []
+        self._kept: list[StateSnapshot] = []  # by parts of the engine
         # A snapshot takes as many bytes as the KV of this many tokens. At this distance a byte of either
         # saves as much computing, whatever a token costs.
         blocks_a_token = sum(1 / group.block_size for group in groups if group.window is None)
@@ -191,17 +191,17 @@ class StateBlocks(GroupedBlocks):
                     self.left_behind.append(snapshot)
         seq.states = None
 
-    # Lower tiers
+    # Snapshots that parts of the engine keep
 
-    def leaves(self, snapshot: StateSnapshot) -> None:
-        """Keeps a snapshot while it is copied out, until `have_left`."""
+    def keep(self, snapshot: StateSnapshot) -> None:
+        """Keeps the content of a snapshot that is copied or lent, or with which a request will continue,
+        until `let_go`."""
         self.snapshots.pin(snapshot)
-        self.leaving.append(snapshot)
+        self._kept.append(snapshot)
 
-    def have_left(self, snapshots: abc.Iterable[StateSnapshot]) -> None:
-        for snapshot in snapshots:
-            self.leaving.remove(snapshot)
-            self.snapshots.unpin(snapshot)
+    def let_go(self, snapshot: StateSnapshot) -> None:
+        self._kept.remove(snapshot)
+        self.snapshots.unpin(snapshot)
 
     # Everything else
 
@@ -226,7 +226,7 @@ class StateBlocks(GroupedBlocks):
     def check(self, running: abc.Sequence[Sequence]) -> None:
         super().check(running)
         states = [states_of(seq) for seq in running]
-        pinned = [own.restored for own in states if own.restored is not None] + self.leaving
+        pinned = [own.restored for own in states if own.restored is not None] + self._kept
         pinned += [fetch.snapshot for fetch in self.fetches.under_way if fetch.snapshot is not None]
         new = [snapshot for own in states for _, snapshot in own.new if self.snapshots.is_new(snapshot)]
         self.snapshots.check(pinned, new)

@@ -91,7 +91,9 @@ class BlockReader:
         if lease.ticket.model != self.model:
             raise TransferError(
                 Failure.INCOMPATIBLE,
-                f"the blocks belong to the model {lease.ticket.model!r}, and this worker runs {self.model!r}",
+                f"the blocks belong to the model {lease.ticket.model!r}, and this worker runs {self.model!r}"
+                "; workers that hand blocks over need the same weights, and with recurrent layers the same "
+                "tensor_parallel_size, dtype and mamba_ssm_cache_dtype, too",
             )
         with self._connected(lease.ticket.ranks) as (transport, peer):
             pulls: list[Pull] = []

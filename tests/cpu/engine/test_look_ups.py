@@ -7,7 +7,8 @@ import pytest
 from shoal.api import Request
 from shoal.engine.offload.look_ups import LookUps
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.engine.scheduling.state_blocks import blocks_for
+from shoal.engine.scheduling.state_blocks import SnapshotRoom, blocks_for
+from shoal.hashing import part_key
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import Place, key_of
 from shoal.sampling_params import SamplingParams
@@ -35,8 +36,8 @@ class Asked:
         return [keys for keys, _ in questions]
 
 
-def made(groups, num_tokens=100):
-    blocks, tier = blocks_for(groups, 100, SIZE, True, 64, 1024), Asked()
+def made(groups, num_tokens=100, snapshots=None):
+    blocks, tier = blocks_for(groups, 100, SIZE, True, 64, 1024, snapshots), Asked()
     look_ups = LookUps(blocks, lambda: [tier], lambda key: key in tier.known)
     seq = Sequence(Request("r", list(range(num_tokens)), SamplingParams()), (0,), 200)
     look_ups.begin(seq)
@@ -63,7 +64,7 @@ def test_windows_are_asked_for_where_the_other_groups_end(there):
     tier.has = set(keys(0, *range(there)))
     assert tier.answer() == [keys(0, *range(6))]
     look_ups.advance()
-    assert look_ups.is_waiting(seq)
+    assert look_ups.is_waiting(seq) == bool(there)
     expected = keys(1, *range(max(0, there - 2), there))
     assert tier.answer() == ([expected] if there else [])
     look_ups.advance()
@@ -76,6 +77,30 @@ def test_groups_of_larger_blocks_are_asked_for_by_their_own():
     assert tier.answer() == [keys(0, 0, 1, 2)]
     look_ups.advance()
     assert tier.answer() == [keys(1, 2, 3)]
+
+
+@pytest.mark.parametrize("at", [320, 304, 288, 64, 0])
+def test_snapshots_are_asked_for_from_the_end_of_the_keys_and_values_on(at):
+    """In rounds, until one is found. Windows are asked about there."""
+    groups = LayerGroup((0,), SIZE), LayerGroup((1,), SIZE, 20)
+    look_ups, seq, tier, keys = made(groups, 401, SnapshotRoom(3))
+
+    def parts(end):
+        return [part_key(seq.keys[end // SIZE - 1], part) for part in range(3)]
+
+    tier.has = {*keys(0, *range(20)), *(parts(at) if at else ())}
+    assert tier.answer() == [keys(0, *range(25))]
+    ends = [range(320, 288, -SIZE), range(288, 160, -SIZE), range(160, 0, -SIZE)]
+    for asked in ends:
+        look_ups.advance()
+        assert tier.answer() == [parts(end) for end in asked]
+        if at in asked:
+            break
+    look_ups.advance()
+    if at:
+        assert tier.answer() == [keys(1, *range((at + 1 - 20) // SIZE, at // SIZE))]
+        look_ups.advance()
+    assert not look_ups.is_waiting(seq)
 
 
 def test_a_prompt_that_is_known_to_lie_below_is_not_asked_for():
