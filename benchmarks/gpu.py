@@ -48,6 +48,13 @@ PEERS = {
     ("glm-4.7-flash", "single"): (2.775, None),
     ("glm-4.7-flash", "prefill"): (2.506, None),
     ("glm-4.7-flash", "decode"): (13.0, None),
+    ("qwen3.5-9b", "single"): (2.949, None),
+    ("qwen3.5-9b", "prefill"): (3.387, None),
+    ("qwen3.5-9b", "decode"): (12.0, None),
+    ("qwen3.6-35b-a3b", "nano"): (26.7, None),
+    ("qwen3.6-35b-a3b", "single"): (2.447, None),
+    ("qwen3.6-35b-a3b", "prefill"): (2.135, None),
+    ("qwen3.6-35b-a3b", "decode"): (16.8, None),
 }
 COMPARED = ["nano", "single", "prefill", "decode", "shared"]
 OTHERS = ["four", "service", "tiny", "long", "tree"]
