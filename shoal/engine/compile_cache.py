@@ -54,6 +54,19 @@ def keep_kernels_together() -> None:
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
+@contextmanager
+def shared_kernels(url: str | None) -> Iterator[None]:
+    """Around a start: fetches compiled kernels before it, and in the background stores new ones after it.
+    None: kernels are kept on this machine alone. Raises ConfigError as CompileCache does."""
+    keep_kernels_together()
+    store = None if url is None else CompileCache(url)
+    if store is not None:
+        logger.info("%d compiled kernels and libraries were downloaded from %s", store.download(), OPTION)
+    yield
+    if store is not None:
+        store.upload_in_background()
+
+
 class CompileCache:
     """`url`: a folder or bucket, as fsspec reads it; the attribute has no password. Raises ConfigError if it
     cannot be opened."""

@@ -16,13 +16,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
-
 from shoal.api import KV_CACHE, FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.allocate_cache import allocate_cache
 from shoal.engine.build_parts import build_parts
-from shoal.engine.compile_cache import CompileCache, keep_kernels_together
+from shoal.engine.compile_cache import shared_kernels
 from shoal.engine.grammar_admission import GrammarAdmission
 from shoal.engine.lifecycle import another_model
 from shoal.engine.lifecycle.sleep import Sleeper
@@ -77,13 +75,7 @@ class EngineCore:
             check_shapes(files)
             if config.check_weights:
                 verify_weights(files)
-        keep_kernels_together()
-        compiled = CompileCache(self.config.compile_cache) if self.config.compile_cache is not None else None
-        if compiled is not None:
-            logger.info(
-                "%d compiled kernels and libraries were downloaded from compile_cache", compiled.download()
-            )
-        with ExitStack() as undo:
+        with shared_kernels(self.config.compile_cache), ExitStack() as undo:
             if predecessor is None:
                 self.events = self._open_events()
                 if self.events is not None:
@@ -92,22 +84,12 @@ class EngineCore:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
             exports = [] if peer_weights is None else accepted(peer_weights, self.config, files)
-            try:
-                self.ranks: Ranks = Ranks(self.config, files, others, exports)
-            except torch.OutOfMemoryError:
-                if predecessor is not None:
-                    raise  # memory may be freed later, and the old model is still there
-                raise ConfigError(
-                    f"{config.model} does not fit into the memory that is free of the GPU; end what else "
-                    "runs there, raise tensor_parallel_size, or take a smaller or quantized model"
-                ) from None
+            self.ranks: Ranks = Ranks(self.config, files, others, exports)
             undo.callback(self.ranks.close)
             self._start(files, undo)
             if predecessor is not None:
                 self.sleep(2, [KV_CACHE])  # listeners get AllBlocksCleared by it
             undo.pop_all()
-        if compiled is not None:
-            compiled.upload_in_background()
 
     def _open_events(self) -> KvEvents | None:
         options = self.config.kv_events_config

@@ -22,7 +22,7 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.engine.runner.sampler_options import SamplerOptions
-from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
+from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
 
@@ -60,6 +60,14 @@ class Ranks:
         self._sums: CudaPeerSums | None = None
         try:
             self._start(config, files, exports)
+        except torch.OutOfMemoryError:
+            self.close()
+            if predecessor is not None:
+                raise  # memory may be freed later, and the old model is still there
+            raise ConfigError(
+                f"{config.model} does not fit into the memory that is free of the GPU; end what else "
+                "runs there, raise tensor_parallel_size, or take a smaller or quantized model"
+            ) from None
         except BaseException:
             self.close()
             raise
