@@ -42,11 +42,12 @@ def build_parts(
         config.closes_objects,
         config.structured_outputs_config.disable_any_whitespace,
     )
-    yield GrammarAdmission(grammars, scheduler)
+    options = config.speculative
+    yield GrammarAdmission(grammars, scheduler, 0 if options is None else options.queries - 1)
     if config.target_itl_ms:
         yield CostLearner(scheduler)
-    if config.speculative is not None:
-        yield DraftLearner(config, config.speculative, scheduler)
+    if options is not None:
+        yield DraftLearner(config, options, scheduler)
     if config.has_kv_tiers:
         yield KvTiers(config, ranks, scheduler, events)
     if config.kv_transfer_config is not None:

@@ -1,5 +1,6 @@
 """`GrammarAdmission`: the part of an engine that has grammars compiled, keeps a sequence waiting until its
-grammar and mask are ready, and gives steps their masks. scheduling/grammar.py computes both."""
+grammar and mask are ready, gives steps their masks, and has grammars cut drafts. scheduling/grammar.py
+computes all of these."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may
 
 
 class GrammarAdmission(StepPart):
-    def __init__(self, grammars: Grammars, scheduler: Scheduler) -> None:
-        self._grammars, self._scheduler = grammars, scheduler
+    def __init__(self, grammars: Grammars, scheduler: Scheduler, most_drafts: int = 0) -> None:
+        """`most_drafts`: drafts of a sequence in a step."""
+        self._grammars, self._scheduler, self._most_drafts = grammars, scheduler, most_drafts
         self._compiling: dict[Sequence, Future[Grammar]] = {}
+        self._compiled: list[Sequence] = []  # sequences with a grammar, until they have finished
 
     def prepare(self) -> None:
         """Loads what the first grammar needs. Otherwise the first request with a grammar would delay its
@@ -48,7 +51,23 @@ class GrammarAdmission(StepPart):
                 self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
             else:
                 seq.grammar = future.result()
+                self._compiled.append(seq)
             del self._compiling[seq]
+        if self._compiled:
+            self._compiled = [seq for seq in self._compiled if seq.status is not SequenceStatus.FINISHED]
+            for seq in self._compiled:
+                self._prepare_next(seq)
+
+    def _prepare_next(self, seq: Sequence) -> None:
+        """Prepares the next step of a sequence: its mask if that is slow, and its drafts."""
+        if seq.grammar is None or seq.num_pending:
+            return
+        seq.grammar.begin_slow()
+        history = seq.drafts
+        if self._most_drafts and history is not None and not history.is_cut:
+            history.drafts, history.num_forced = seq.grammar.draft(history.drafts, self._most_drafts)
+            seq.most_drafts = history.num_drafts = len(history.drafts)
+            history.is_cut, history.gains = True, []
 
     def before_launch(self, options: SamplerOptions) -> None:
         if options.grammars:

@@ -79,7 +79,7 @@ class Drafting:
             # The position of TOKEN of each of the step's decodes, and how many drafts the step verifies.
             self._starts_B = torch.zeros(size, dtype=torch.int32)
             self._verified_B = torch.zeros(size, dtype=torch.int32)
-            self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries, dtype=torch.int32)
+            self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries + most, dtype=torch.int32)
             self._query_starts = {
                 n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
             }
@@ -167,6 +167,7 @@ class Drafting:
         else:
             counts_S = self._drafter.propose(rows, self.rows)
             report_SX[:, Report.NUM_DRAFTS] = table[rows.long(), Field.NUM_DRAFTS] = counts_S
+        report_SX[:, REPORT_SIZE + self.queries :] = self.rows.drafts_RK[rows.long()]
         return report_SX
 
     def end_layers(self, after_layer: Callable[[int], None]) -> None:
@@ -179,7 +180,13 @@ def read_reports(report: torch.Tensor) -> tuple[list[list[int]], list[DraftRepor
     """Returns the tokens of each sample of a step that has run, and what became of drafts."""
     lists = report.tolist()
     tokens = [ints[REPORT_SIZE : REPORT_SIZE + ints[Report.NUM_TOKENS]] for ints in lists]
+    most = (report.shape[1] - REPORT_SIZE - 1) // 2  # tokens are one more than drafts
     return tokens, [
-        DraftReport(ints[Report.NUM_VERIFIED], ints[Report.NUM_DRAFTS], HELD[ints[Report.FIRST]])
+        DraftReport(
+            ints[Report.NUM_VERIFIED],
+            ints[Report.NUM_DRAFTS],
+            HELD[ints[Report.FIRST]],
+            ints[REPORT_SIZE + 1 + most :][: ints[Report.NUM_DRAFTS]],
+        )
         for ints in lists
     ]

@@ -7,6 +7,7 @@ import numpy as np
 
 from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.engine.scheduling.sequence import Sequence
+from shoal.kernels.drafting.draft_rows import DRAFTS
 from shoal.kernels.state import Field, StateLayout
 
 
@@ -32,8 +33,14 @@ class DraftSender:
             values.append(seq.room)
 
     def finish(self, plan: StepPlan, addresses: list[int], values: list[int]) -> np.ndarray:
-        """Adds the most tokens of each decode, where it has changed. Returns the histories of new rows."""
+        """Adds the most tokens of each decode, where it has changed. Returns the histories of new rows, and
+        the drafts that grammars have cut."""
         for entry in plan.scheduled[: plan.num_decodes]:
+            history, num_drafts = entry.seq.drafts, entry.num_tokens - 1
+            if entry.seq.lockstep and num_drafts and history is not None:
+                self._histories += [entry.row, DRAFTS, num_drafts, *history.drafts[:num_drafts]]
+                addresses.append(self._layout.row_address(entry.row) + Field.NUM_DRAFTS)
+                values.append(num_drafts)
             if self._most[entry.row] != entry.num_tokens:
                 self._most[entry.row] = entry.num_tokens
                 addresses.append(self._layout.row_address(entry.row) + Field.MAX_TOKENS)

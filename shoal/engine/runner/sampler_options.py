@@ -125,8 +125,10 @@ def sample_options(entry: ScheduledSeq, samples: range, options: SamplerOptions)
     if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
         options.filtered += samples
     if entry.seq.grammar is not None:
-        banned = _banned_now(entry)
-        options.grammars.append(GrammarRow(samples[-1], entry.seq.grammar, banned, params.allowed_token_ids))
+        drafts = entry.seq.drafts.drafts if entry.seq.drafts is not None else []
+        for i, sample in enumerate(samples):
+            banned, allowed = _banned_after(entry.seq, drafts[:i]), params.allowed_token_ids
+            options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, allowed, drafts[:i]))
 
 
 def _options_of(seq: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
@@ -161,16 +163,19 @@ def _min_end(seq: Sequence) -> int:
     return end if has_some else 0
 
 
-def _banned_now(entry: ScheduledSeq) -> list[int]:
-    """Returns the tokens that min_tokens and bad words ban from a sequence's next sample."""
-    seq, request, banned = entry.seq, entry.seq.request, list[int]()
-    if entry.start + entry.num_tokens - seq.num_prompt_tokens < request.params.min_tokens:
+def _banned_after(seq: Sequence, drafts: list[int]) -> list[int]:
+    """Returns the tokens that min_tokens and bad words ban from the sample after these drafts."""
+    request, banned = seq.request, list[int]()
+    num_outputs = len(seq.token_ids) + len(drafts) - seq.num_prompt_tokens
+    if num_outputs < request.params.min_tokens:
         banned.extend(seq.stop_ids)
-    for word in request.bad_word_ids:
-        before = len(word) - 1  # the answer's last tokens decide, never the prompt's
-        at = len(seq.token_ids) - before
-        if at >= seq.num_prompt_tokens and tuple(seq.token_ids[at:]) == word[:-1]:
-            banned.append(word[-1])
+    if request.bad_word_ids:  # the answer's last tokens decide, never the prompt's
+        most = min(num_outputs, max(map(len, request.bad_word_ids)))
+        last = (*seq.token_ids[-most:], *drafts)[-most:] if most else ()
+        for word in request.bad_word_ids:
+            before = len(word) - 1
+            if before <= len(last) and last[len(last) - before :] == word[:-1]:
+                banned.append(word[-1])
     return banned
 
 

@@ -26,6 +26,7 @@ from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 RATE = 0.2  # how much one draft corrects a request's acceptance,
 RATE_OF_ALL = 0.02  # and the acceptance with which new requests begin
 FIRST, FURTHER = 0.4, 0.7  # that acceptance at the start of the engine
+FORCED = 0.95  # acceptance of a draft that a grammar forces: a model may spell the text in other tokens
 COST_RATE = 0.2  # how much one step corrects a cost
 DISTURBED = 1.25  # a step that took more times its cost is believed if the last one of its size did, too
 GUESS = 0.02  # cost of a token of a decode that was not measured, in steps without drafts
@@ -43,6 +44,7 @@ class DraftReport(NamedTuple):
     num_verified: int  # drafts that the step computed
     num_drafts: int  # drafts that the next step may compute
     first: bool | None = None  # whether the first draft equals the token, if the step computed none
+    drafts: list[int] = []  # drafts that the next step may compute
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class DraftLengths:
     def choose(self, running: Iterable[Sequence]) -> int:
         """Returns the size of the next step."""
         decodes = [seq for seq in running if seq.status is SequenceStatus.DECODE]
+        decodes = [seq for seq in decodes if not (seq.lockstep and seq.num_pending)]  # these wait
         sizes = self._sizes_for(len(decodes))
         if not self.is_adaptive:
             return sizes[-1]
@@ -98,7 +101,7 @@ class DraftLengths:
         expected = [0.0] * len(self.sizes)  # tokens in addition to one for each sequence
         for seq in decodes:
             history = seq.drafts
-            if history is not None and history.num_drafts and seq.can_draft:
+            if history is not None and history.num_drafts and seq.most_drafts:
                 if not history.gains:
                     history.gains = self._gains(history)
                 for i, gain in enumerate(history.gains):
@@ -119,11 +122,14 @@ class DraftLengths:
 
     def _gains(self, history: DraftHistory) -> list[float]:
         """Returns for each size how many drafts of the sequence will probably be accepted."""
-        gains, size, sum_, held = [], 1, 0.0, history.first
+        gains, size, sum_, held = [], 1, 0.0, 1.0
         for next_size in self.sizes:
             while size < next_size and size <= history.num_drafts:
+                if size <= history.num_forced:
+                    held *= FORCED
+                else:
+                    held *= history.first if size == history.num_forced + 1 else history.further
                 sum_ += held
-                held *= history.further
                 size += 1
             gains.append(sum_)
         return gains
@@ -171,6 +177,9 @@ class DraftLengths:
             history.num_steps += 1
             history.num_verified += verified
             history.num_accepted += accepted
+            # Forced drafts tell nothing about the others.
+            verified, accepted = verified - history.num_forced, accepted - history.num_forced
+        if verified > 0 and accepted >= 0:
             self._judge_first(history, accepted > 0)
             if verified > 1 and accepted:
                 held = 1 - (1 - RATE) ** (accepted - 1)
@@ -181,8 +190,8 @@ class DraftLengths:
                     self._further -= RATE_OF_ALL * self._further
         elif report.first is not None:
             self._judge_first(history, report.first)
-        history.num_drafts = report.num_drafts
-        history.gains = []
+        history.num_drafts, history.drafts = report.num_drafts, report.drafts
+        history.num_forced, history.is_cut, history.gains = 0, False, []
 
     def _judge_first(self, history: DraftHistory, held: bool) -> None:
         history.first += RATE * (held - history.first)

@@ -67,6 +67,7 @@ class Grammar:
         self._compute_ahead = compute_ahead
         # the next token's mask, if it is computed in the background
         self._ahead: Future[AheadMask] | None = None
+        self._wants_ahead = False
         self._is_slow = False
         self._slow_s = 0.0  # seconds of all slow masks
         self._num_tokens = 0
@@ -76,7 +77,7 @@ class Grammar:
     @property
     def is_ready(self) -> bool:
         """True if a step may sample the next token now."""
-        return self._ahead is None or self._ahead.done()
+        return not self._wants_ahead and (self._ahead is None or self._ahead.done())
 
     def note_slow(self, seconds: float) -> None:
         """Notes that a mask took `seconds` within a step. The next masks are computed in the background."""
@@ -86,8 +87,37 @@ class Grammar:
         self._slow_s += seconds
 
     def begin_ahead(self) -> None:
-        """Begins to compute the next token's mask in the background."""
+        """Begins to compute the next token's mask in the background. The matcher must not move meanwhile."""
+        self._wants_ahead = False
         self._ahead = self._compute_ahead(self.matcher)
+
+    def begin_slow(self) -> None:
+        if self._wants_ahead:
+            self.begin_ahead()
+
+    def draft(self, looked_up: list[int], most: int) -> tuple[list[int], int]:
+        if self._is_slow or self._ahead is not None or self.ended or self.matcher.is_error():
+            return [], 0
+        begin = time.perf_counter()
+        found: list[int] = []
+        num_forced = 0
+        while len(found) < most:
+            run = forced = self.matcher.compute_ff_tokens()
+            if not forced and looked_up[: len(found)] == found:
+                run = looked_up[len(found) :]
+            run = run[: most - len(found)]
+            ends = [i for i, token_id in enumerate(run) if token_id in self.end_ids]
+            count = self.matcher.try_consume_tokens(run[: ends[0]] if ends else run)
+            found += run[:count]
+            if forced and num_forced == len(found) - count:
+                num_forced = len(found)
+            if count == 0:
+                break
+        self.matcher.rollback(len(found))
+        if (seconds := time.perf_counter() - begin) > SLOW_S:
+            self.note_slow(seconds)
+            return [], 0
+        return found, num_forced
 
     def take_ahead(self) -> np.ndarray | None:
         """Returns the next token's mask, int32 [words], if it was computed in the background, otherwise
@@ -127,7 +157,7 @@ class Grammar:
         return False
 
     def _goes_on(self) -> bool:
-        """Begins a slow sequence's next mask. Returns False and sets `error` if it was slow for too long."""
+        """Wants a slow sequence's next mask. Returns False and sets `error` if it was slow for too long."""
         if self._slow_s > MOST_SLOW_S + TOKEN_S * self._num_tokens:
             took_ms, most_ms = 1000 * self._slow_s / self._num_tokens, 1000 * TOKEN_S
             self.error = (
@@ -135,7 +165,7 @@ class Grammar:
                 "the most that it may take for long; simplify it"
             )
             return False
-        self.begin_ahead()
+        self._wants_ahead = True  # the step may bring more tokens
         return True
 
 
@@ -200,14 +230,17 @@ class Grammars:
         words = self._num_words
         masks = np.zeros((len(rows), words), np.int32)
         grammars: list[Grammar] = [row.grammar for row in rows]  # type: ignore[misc]
-        now = []
-        for i, grammar in enumerate(grammars):
-            if (ahead := grammar.take_ahead()) is None:
-                now.append(i)
+        now: list[tuple[Grammar, int, list[int]]] = []
+        for i, (grammar, row) in enumerate(zip(grammars, rows)):
+            if row.after:
+                now[-1] = (*now[-1][:2], row.after)
+            elif (ahead := grammar.take_ahead()) is None:
+                now.append((grammar, i, []))
             else:
                 masks[i] = ahead
+            grammar.dead_end = False
         if now:
-            self._compute_now([grammars[i] for i in now], now, masks)
+            self._compute_now(now, masks)
         for row, mask, grammar in zip(rows, masks, grammars):
             matcher = grammar.matcher
             if grammar.unnamed is not None:
@@ -221,19 +254,22 @@ class Grammars:
                 mask[:] = _bits(self._end_ids, words)
         return masks
 
-    def _compute_now(self, grammars: list[Grammar], indices: list[int], masks: np.ndarray) -> None:
-        """Computes the masks of `grammars` within the step, in many threads, into the rows `indices` of
-        `masks`."""
+    def _compute_now(self, wanted: list[tuple[Grammar, int, list[int]]], masks: np.ndarray) -> None:
+        """Computes masks within the step, in many threads: of each of these grammars into the row of `masks`
+        with this index, and after each of its drafts into the rows that follow."""
         if self._executor is None:
             self._executor = LLExecutor()
         begin = time.perf_counter()
-        matchers = [(grammar.matcher, i) for grammar, i in zip(grammars, indices)]
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
+        target = masks.ctypes.data, 4 * self._num_words, len(masks)
+        if single := [(grammar.matcher, i) for grammar, i, drafts in wanted if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(single, *target)
+        if several := [(grammar.matcher, i, drafts) for grammar, i, drafts in wanted if drafts]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(several, *target)
         seconds = time.perf_counter() - begin
-        if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
+        if seconds > SLOW_S + SLOW_ROW_S * (len(wanted) + sum(len(drafts) for _, _, drafts in wanted)):
             # The slow one shows when they are computed one by one, in the background.
-            for grammar in grammars:
-                grammar.note_slow(seconds / len(grammars))
+            for grammar, _, _ in wanted:
+                grammar.note_slow(seconds / len(wanted))
 
     def _compute_ahead(self, matcher: LLMatcher) -> Future[AheadMask]:
         future = self._beside.submit(self._compute_beside, matcher)

@@ -21,6 +21,15 @@ class GrammarState(Protocol):
         the background."""
         ...
 
+    def begin_slow(self) -> None:
+        """Begins to compute the next mask in the background if it is slow. To be called between steps."""
+        ...
+
+    def draft(self, looked_up: list[int], most: int) -> tuple[list[int], int]:
+        """Returns at most `most` drafts of the next tokens, and how many of the first are forced: the grammar
+        allows nothing else. They go on with `looked_up` as far as the grammar allows."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Applies a sampled token. Returns False and sets `error` if the sequence cannot continue. After the
         last token `ended` is true."""
@@ -39,6 +48,9 @@ class GrammarRow:
     grammar: GrammarState
     banned: list[int]
     allowed: list[int] | None
+    # The drafts before the sample. The samples of one sequence come one after the other, the first of them
+    # without any.
+    after: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,9 @@ class DraftHistory:
     first: float  # estimated probability that the first draft of a step is accepted,
     further: float  # and a further one if those before it are
     num_drafts: int = 0  # drafts that the next step may verify
+    drafts: list[int] = field(default_factory=list)  # the last that the host has seen
+    num_forced: int = 0  # the first of them, if a grammar allows nothing else
+    is_cut: bool = False  # they are as the sequence's grammar wants them
     gains: list[float] = field(default_factory=list)  # expected accepted drafts, by size of a step
     num_steps: int = 0  # steps that verified drafts
     num_verified: int = 0

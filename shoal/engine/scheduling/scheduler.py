@@ -405,7 +405,7 @@ class Scheduler:
                     break
                 queries = budget
             start = seq.num_computed
-            num_tokens = queries if seq.can_draft or self.lengths is None else 1
+            num_tokens = queries if self.lengths is None else min(queries, 1 + seq.most_drafts)
             if start + num_tokens >= seq.max_num_tokens:
                 num_tokens = seq.max_num_tokens - 1 - start
                 if num_tokens <= 0:

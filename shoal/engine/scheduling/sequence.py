@@ -13,6 +13,7 @@ it, and token_ids lacks it. A computed token's KV is in the cache once all plann
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 
 from shoal.api import FinishReason, Request, TokenLogprobs
@@ -59,7 +60,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)  # the request's
     lockstep: bool = field(init=False)  # the next token may be sampled only when the host has seen the last
     special: bool = field(init=False)  # sampling it needs more than the fields of a state row
-    can_draft: bool = field(init=False)  # a step may verify drafts for it
+    most_drafts: int = field(init=False)  # that a step may verify for it
     fetch: object = None  # the Fetch (fetches.py) that a FETCHING sequence waits for; None: there is none
     # of a continuation (engine/peers/prefetches.py), until it starts
     tail: Tail | None = None
@@ -90,7 +91,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.lockstep = params.structured_outputs is not None
         self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
-        self.can_draft = not (request.embed or self.lockstep)
+        self.most_drafts = 0 if request.embed or self.lockstep else sys.maxsize
 
     @property
     def block_ids(self) -> list[int]:

@@ -21,6 +21,7 @@ class Report(IntEnum):
 
 
 REPORT_SIZE = len(Report)
+DRAFTS = -1  # the first position of tokens that are a row's drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 
 from shoal.kernels.drafting.draft_rows import (
+    DRAFTS,
     MOST_PLACES,
     REPORT_SIZE,
     DraftRows,
@@ -160,11 +161,16 @@ def look_up_suffix(tokens: list[int], parameters: SuffixLookUp) -> list[int]:
 
 
 def write_histories(entries: torch.Tensor, drafts: DraftRows) -> None:
-    """Writes tokens of sequences that have just got their rows. An entry is a row, the position of its first
-    token, the number of its tokens, and the tokens; entries lie one after the other, int32."""
+    """Writes tokens of sequences that have just got their rows, and drafts that the host has made. An entry
+    is a row, the position of its first token, the number of its tokens, and the tokens; DRAFTS as a position
+    means drafts. Entries lie one after the other, int32."""
     length, at = drafts.history_RL.shape[1], 0
     while at < len(entries):
         row, first, size = entries[at : at + 3].tolist()
-        places = torch.arange(first, first + size, device=entries.device) % length
-        drafts.history_RL[row, places] = entries[at + 3 : at + 3 + size]
+        tokens = entries[at + 3 : at + 3 + size]
+        if first == DRAFTS:
+            drafts.drafts_RK[row, :size] = tokens
+        else:
+            places = torch.arange(first, first + size, device=entries.device) % length
+            drafts.history_RL[row, places] = tokens
         at += 3 + size

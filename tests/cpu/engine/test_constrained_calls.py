@@ -3,7 +3,6 @@ arguments fit their schema."""
 
 import json
 import random
-from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -12,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from shoal.engine.scheduling.grammar import Grammars
+from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.apis.tools import AnswerFormat, ToolPlan, plan_tools, whole
 from shoal.text.formats.registry import BY_NAME, FORMATS, THOUGHTS_BY_NAME
@@ -117,8 +117,9 @@ def written(grammars, tokenizer, text, number, reasoning=None, most=6000):
         text = StructuredOutputsParams(**given, reasoning=reasoning)
     grammar = grammars.start(text, (), True).result()
     drawn, ids = random.Random(number), []
-    row = SimpleNamespace(grammar=grammar, allowed=None, banned=None)
+    row = GrammarRow(0, grammar, [], None)
     while not grammar.ended:
+        grammar.begin_slow()
         mask = grammars.masks([row])[0].view(np.uint8)
         ids.append(int(drawn.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")))))
         assert grammar.accept(ids[-1]), grammar.error

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import os
 import random
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from shoal import LLM, BeamSearchParams, SamplingParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
+from shoal.engine.scheduling import grammar as grammars
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.weights.source import resolve
 from tests import tiny
@@ -56,6 +58,11 @@ def text_of(tokens):
     return bytes(tokens).decode("ascii")
 
 
+def spelled(tokens):
+    """Returns the text that the tokenizer writes for tokens below 94."""
+    return "".join(chr(33 + token) for token in tokens)
+
+
 def random_params(rng):
     """Parameters with any mix of options."""
     options = {"max_tokens": rng.choice((1, 2, 7, 20, 40)), "ignore_eos": rng.random() < 0.7}
@@ -97,9 +104,15 @@ def random_params(rng):
         options["min_tokens"] = rng.randint(0, options["max_tokens"])
     if some(0.05):
         options["detokenize"] = "stop" in options
-    if some(0.1) and not options.keys() & {"allowed_token_ids", "bad_words", "logit_bias", "min_tokens"}:
-        choice = [text_of(follow(RING, start, rng.randint(2, 20))) for start in letters]
-        forms = [{"choice": choice}, {"regex": r"([!-,]{3}-){2,9}[A-F]+"}]
+    if some(0.15) and not options.keys() & {"allowed_token_ids", "bad_words", "logit_bias", "min_tokens"}:
+        starts = [33 + rng.randrange(48) for _ in range(4)]
+        choice = [spelled(follow(RING, start, rng.randint(2, 20))) for start in starts]
+        forms = [
+            {"choice": choice},
+            {"regex": r"([A-M]{3}-){2,9}[N-Q]+"},
+            {"regex": f"([A-q]{{1,9}}{re.escape(choice[0])}){{1,3}}(!!|~)"},
+            {"json": {"type": "array", "items": {"enum": choice}, "minItems": 2, "maxItems": 4}},
+        ]
         options["structured_outputs"] = StructuredOutputsParams(**rng.choice(forms))
     if some(0.1):
         options["n"] = rng.choice((2, 3))
@@ -174,6 +187,45 @@ def test_a_request_with_any_option_drafts(options, steady, build):
     tokens, sizes = steps_of(llm, prompt, **options)
     assert tokens == follow(RING, prompt[-1], 40)
     assert max(sizes) == 5 and len(sizes) <= 12
+
+
+def test_forced_tokens_are_drafts(steady, build):
+    """A look-up finds none of them: the model would say other letters."""
+    llm = build(steady, speculative_config=FIXED)
+    text = "~one-way~to-go!~"
+    grammar = StructuredOutputsParams(regex=f"[a-c]{text}[a-c]")
+    for sampled in ({}, {"temperature": 1.0, "seed": 3}):
+        tokens, sizes = steps_of(llm, [40], structured_outputs=grammar, ignore_eos=False, **sampled)
+        assert spelled(tokens[1:17]) == text and len(tokens) == 19
+        assert sizes[1:4] == [5, 5, 5]
+
+
+def test_a_grammar_cuts_drafts_and_their_text_goes_on_in_what_is_looked_up(steady, build):
+    llm = build(steady, speculative_config=FIXED)
+    prompt = [40, *follow(RING, 40, 30)]
+    said = spelled(follow(RING, prompt[-1], 20))
+    grammar = StructuredOutputsParams(regex=re.escape(said[:7]) + "[A-M]{4}0" + re.escape(said[12:]))
+    tokens, sizes = steps_of(llm, prompt, structured_outputs=grammar, ignore_eos=False)
+    want = build(steady).generate(
+        [{"prompt_token_ids": prompt}],
+        SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=grammar),
+        use_tqdm=False,
+    )
+    assert tokens == list(want[0].outputs[0].token_ids)
+    assert max(sizes) == 5 and len(sizes) <= 8
+
+
+def test_a_slow_grammar_gets_no_drafts_and_loses_no_token(steady, build, monkeypatch):
+    """Regression: the next mask was begun in the background for each of the tokens that a step brought."""
+    llm = build(steady, speculative_config=FIXED)
+    grammar = StructuredOutputsParams(regex="[a-c]~one-way~to-go![a-c]{20}")
+    want, sizes = steps_of(llm, [40], structured_outputs=grammar, ignore_eos=False)
+    assert max(sizes) == 5
+    for seconds in (-1.0, 0.0):  # every mask is slow; those after the first are
+        monkeypatch.setattr(grammars, "SLOW_S", seconds)
+        monkeypatch.setattr(grammars, "SLOW_ROW_S", 0.0)
+        tokens, _ = steps_of(llm, [40], structured_outputs=grammar, ignore_eos=False)
+        assert tokens == want
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
