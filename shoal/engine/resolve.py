@@ -39,7 +39,6 @@ TOKENS_OF_SHORT_SEQ = 256
 ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
-DRAFTERS = ("ngram", "suffix", "eagle3")  # methods of speculation that have a drafter
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -122,7 +121,7 @@ def resolve_config(
 
 
 def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
-    """Returns what speculation may do. Raises ConfigError for a method without a drafter."""
+    """Returns what speculation may do. Raises ConfigError for a model or machine without drafts."""
     options = config.speculative_config
     has_states = _has_states(model)
     if options is not None and options.method == "auto":
@@ -134,13 +133,6 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
         raise ConfigError(
             f"speculative_config must be unset {where} in this release, got method {options.method!r}; leave "
             "it out: answers are the same"
-        )
-    if options is not None and options.method not in DRAFTERS:
-        lacks = {"mtp": f"no head of {config.model} is read"}
-        raise ConfigError(
-            f"speculative_config.method must be one of {', '.join(DRAFTERS)}, got "
-            f"{options.method!r}, and {lacks.get(options.method, 'it has no drafter')} in this release; "
-            "choose another, or leave speculative_config out: answers are the same"
         )
     if options is not None and options.num_speculative_tokens is None:
         if model.head_drafts is None:

@@ -17,8 +17,8 @@ from shoal.kernels.layer_cache import LayerMemory
 from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
 from shoal.layers.embedding import Vocabulary
-from shoal.layers.experts import Experts
-from shoal.layers.matrix import Holding, MatrixLayer
+from shoal.layers.keeping import keep_matrices
+from shoal.layers.matrix import Holding
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerEmbeddings
@@ -76,15 +76,8 @@ class Decoder(nn.Module):
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
                 self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
-            if keep_quantized and device.type == "cpu":
-                for module in self.modules():
-                    if isinstance(module, Experts):
-                        module.divide()
         if keep_quantized:
-            for module in self.modules():
-                if isinstance(module, MatrixLayer):
-                    module.keep(device, quantizes, holding)
-            self.to_empty(device=device)
+            keep_matrices(self, device, quantizes, holding)
         self.ropes: tuple[torch.Tensor | None, ...] = ()
 
     def allocate_ropes(self, max_position: int) -> None:

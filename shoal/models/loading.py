@@ -50,9 +50,7 @@ class Loading:
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?"
             )
-        for module in self._model.modules():
-            if isinstance(module, LoadingLayer):
-                module.finish()
+        finish(self._model)
         # A draft head may read hidden states between layers (heads/hidden_states.py).
         is_whole = [layer for _, layer in self._model.running] == [*self._model.layers]
         if is_whole and self._model.keep_quantized and self._model.norm.weight.device.type == "cpu":
@@ -61,12 +59,24 @@ class Loading:
             self._model.fused = fuse_layers(self._model.layers, self._model.config)
 
 
+def finish(module: nn.Module) -> None:
+    """Ends a load of all layers in `module`."""
+    for layer in module.modules():
+        if isinstance(layer, LoadingLayer):
+            layer.finish()
+
+
 @torch.no_grad()
 def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
     """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
-    device = model.norm.weight.device
+    make_up(model, model.config, model.norm.weight.device, seed)
+
+
+@torch.no_grad()
+def make_up(model: nn.Module, config: ModelConfig, device: torch.device, seed: int) -> None:
+    """Gives the layers of a model or a head small random weights, as a checkpoint of `config` holds them."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    stored = model.config.quantization
+    stored = config.quantization
     quantized = None if stored is None else partial(made_up, BY_NAME[stored.layout], stored)
     experts_only = stored is not None and BY_NAME[stored.layout].experts_only
     for path, module in model.named_modules():

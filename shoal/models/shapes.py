@@ -9,7 +9,7 @@ little: one layer is built of each kind, and shapes come one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerEmbeddings
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, build_layer
+from shoal.models.heads.mtp import MtpHead
 from shoal.models.loading import checkpoint_tensors
 
 # In plain PyTorch, as nothing is to be compiled for modules whose shapes alone are read.
@@ -44,9 +45,19 @@ def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
             yield f"model.layers.{i}.{name}", shape
 
 
+def mtp_shapes(config: ModelConfig, own: Collection[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, whole shape) of each tensor of an MTP head with the layers of `config`, under the module's name.
+    `own`: as MtpHead takes it."""
+    with torch.device("meta"):
+        target, backends = _without_layers(config), _backends(config.layers)
+        head = MtpHead(config, target, TensorParallel.single(), OPS, backends, own)
+    for tensor in checkpoint_tensors(head, config):
+        yield tensor.name, tensor.shape
+
+
 def num_weights(config: ModelConfig) -> int:
-    """Counts the weights of all matrices. Norms and biases are left out."""
-    kinds = Counter(config.layers)
+    """Counts the weights of all matrices, a draft head's layers included. Norms and biases are left out."""
+    kinds = Counter(config.cached_layers)
     in_layers = sum(_count(_layer(config, kind)) * count for kind, count in kinds.items())
     return _count(_without_layers(config)) + in_layers
 
@@ -61,12 +72,16 @@ def _without_layers(config: ModelConfig) -> Decoder:
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> nn.Module:
-    backends: dict[Hashable, Any] = {}
-    if kind.attention is not None:
-        shape = mixer_shape(kind.attention, 1)
-        backends[shape] = TorchLatentBackend(shape) if isinstance(shape, LatentKind) else TorchBackend(shape)
     with torch.device("meta"):
-        return build_layer(config, kind, TensorParallel.single(), OPS, backends)
+        return build_layer(config, kind, TensorParallel.single(), OPS, _backends([kind]))
+
+
+def _backends(kinds: Iterable[LayerKind]) -> dict[Hashable, Any]:
+    shapes = [mixer_shape(kind.attention, 1) for kind in kinds if kind.attention is not None]
+    return {
+        shape: TorchLatentBackend(shape) if isinstance(shape, LatentKind) else TorchBackend(shape)
+        for shape in shapes
+    }
 
 
 def _count(module: nn.Module) -> int:

@@ -1,118 +1,77 @@
-"""`HeadFiles`: the checkpoint of a draft head, a folder or a model of the hub, and how its tensors reach the
-module. Only the tensors need torch."""
+"""`HeadFiles`: the files of a draft head, of any kind, and how its tensors reach the module. Only the module
+needs torch."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import CheckpointError
-from shoal.files.json_file import read_object
-from shoal.models.heads.eagle3_config import Eagle3Config, read_eagle3
-from shoal.weights import hub
-from shoal.weights.hub_names import hub_model
-from shoal.weights.safetensors import DTYPES, has_weights, safetensors_headers, safetensors_tensors, shards
+from shoal.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    import torch
+    from shoal.attention.backend import Backends
+    from shoal.kernels.ops import Ops
+    from shoal.layers.loading import Loaded
+    from shoal.layers.matrix import Holding
+    from shoal.layers.parallel import TensorParallel
+    from shoal.models.decoder import Decoder
+    from shoal.models.heads.head import DraftHead
 
-    from shoal.models.heads.eagle3 import Eagle3Head
 
-HEAD_DTYPES = DTYPES | {"I64": 8, "I32": 4, "BOOL": 1}
-PICKLED = "pytorch_model.bin"  # the first published heads are in this form alone
-IDS, EMBEDDING = "model.d2t", "model.embed_tokens.weight"
-UNREAD = ("model.t2d",)  # which of the target's tokens are drafted: it follows from IDS
+class HeadFiles(Protocol):
+    """Parts are read on first use, which raises CheckpointError."""
 
+    @property
+    def folder(self) -> Path: ...
 
-@dataclass(frozen=True)
-class HeadFiles:
-    """A folder that exists. Its parts are read on first use, which raises CheckpointError."""
+    @property
+    def decoder(self) -> ModelConfig:
+        """The head's layers, and the sizes and norms of all of it."""
+        ...
 
-    folder: Path
+    @property
+    def num_drafts(self) -> int | None:
+        """The drafts a step that its authors advise. None: not said."""
+        ...
 
-    @cached_property
-    def config(self) -> Eagle3Config:
-        path = self.folder / "config.json"
-        if not path.exists():
-            raise CheckpointError(f"{self.folder} holds no config.json; it is not the folder of a draft head")
-        return read_eagle3(read_object(path), str(path))
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The tensors, under the module's names; none where there are no weights."""
-        if has_weights(self.folder):
-            headers = safetensors_headers(self.folder, HEAD_DTYPES)
-            return frozenset(_own_name(name) for _, tensors in headers for name in tensors)
-        return frozenset(name for name, _ in self._pickled())
+    def check(self) -> None:
+        """Checks the files' headers, before anything is made for the weights. Raises CheckpointError."""
+        ...
 
     def weight_files(self) -> list[Path]:
-        """The files that hold weights. Raises CheckpointError if a file is missing."""
-        return sorted(shards(self.folder)) if has_weights(self.folder) else [self.folder / PICKLED]
+        """The files that hold weights, without the target's. Raises CheckpointError if a file is missing."""
+        ...
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def build(
+        self,
+        target: Decoder,
+        tp: TensorParallel,
+        ops: Ops,
+        backends: Backends,
+        quantizes: bool = ...,
+        holding: Holding = ...,
+    ) -> DraftHead:
+        """The head's module, without numbers. `quantizes`, `holding`: as a Decoder takes them."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Loaded]]:
         """Yields the tensors under the module's names."""
-        if not has_weights(self.folder):
-            yield from self._pickled()
-            return
-        for name, tensor in safetensors_tensors(self.folder, HEAD_DTYPES):
-            yield _own_name(name), tensor
-
-    def _pickled(self) -> Iterator[tuple[str, torch.Tensor]]:
-        path = self.folder / PICKLED
-        if not path.exists():
-            return
-        import torch
-
-        try:  # nothing but tensors is unpickled
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
-        except (OSError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {path}: {error!s:.200}; fetch it again") from None
-        for name, tensor in tensors.items():
-            yield _own_name(name), tensor
+        ...
 
 
-def _own_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        name = name.replace("midlayer.", "layers.0.", 1)
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def resolve_head(model: str, revision: str | None = None, download_dir: str | None = None) -> HeadFiles:
-    """Finds the checkpoint of a draft head: a folder, or a model of the hub, which is downloaded in this
-    revision. Raises CheckpointError."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return HeadFiles(path)
-    if path.exists() or (on_hub := hub_model(model)) is None:
-        raise CheckpointError(
-            f"the draft head {model!r:.200} must be a folder or a model of the hub (org/name); name one"
-        )
-    found = hub.download(on_hub, revision, download_dir, is_checked=False, more_files=[PICKLED])
-    return HeadFiles(found)
-
-
-def load_head(head: Eagle3Head, files: HeadFiles, *, dummy: bool = False) -> None:
+def load_head(head: DraftHead, files: HeadFiles, *, dummy: bool = False) -> None:
     """Fills the head with its files' tensors, or with small random ones (`dummy`). Raises CheckpointError
     that names the folder and the tensor."""
-    import torch
-
-    from shoal.models.loading import fill_parameters, layer_tensors
+    from shoal.models.loading import checkpoint_tensors, finish, make_up
 
     if dummy:
-        device = head.norm.weight.device
-        fill_parameters(head, torch.Generator(device=device).manual_seed(1))
+        make_up(head, files.decoder, head.norm.weight.device, seed=1)
         return
-    awaited = {tensor.name: tensor for tensor in layer_tensors(head)}
+    awaited = {tensor.name: tensor for tensor in checkpoint_tensors(head, files.decoder)}
     try:
         for name, tensor in files.tensors():
-            if name in UNREAD:
-                continue
             if name not in awaited:
                 raise CheckpointError(f"it holds {name}, which a draft head does not have")
             awaited.pop(name).load(tensor, name)
@@ -120,3 +79,4 @@ def load_head(head: Eagle3Head, files: HeadFiles, *, dummy: bool = False) -> Non
             raise CheckpointError(f"it lacks {len(awaited)} tensors, the first is {min(awaited)}")
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{files.folder}: {error}") from None
+    finish(head)

@@ -7,7 +7,6 @@ ignores them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
@@ -15,14 +14,8 @@ import xxhash
 
 from shoal.errors import CheckpointError
 from shoal.weights.quantized import EVERY_DTYPE
-from shoal.weights.safetensors import safetensors_tensors
+from shoal.weights.safetensors import KV_SCALE, safetensors_tensors
 from shoal.weights.source import CheckpointFiles
-
-NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kv])_scale")
-
-
-def is_kv_scale(name: str) -> bool:
-    return NAME.fullmatch(name) is not None
 
 
 def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
@@ -39,7 +32,7 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
         for heads, attention in zip(num_heads, attentions)
     ]
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
-        if (match := NAME.fullmatch(name)) is None:
+        if (match := KV_SCALE.fullmatch(name)) is None:
             continue
         found, layer, values = True, int(match[1]), tensor.float().flatten()
         if layer >= config.num_layers:

@@ -17,8 +17,8 @@ from shoal.models.layouts.registry import BY_NAME
 from shoal.models.loading import Loading, load_dummy_weights
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
-from shoal.weights.kv_scales import is_kv_scale
 from shoal.weights.quantized import folder_tensors, tensor_headers
+from shoal.weights.safetensors import KV_SCALE
 from shoal.weights.source import CheckpointFiles
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -81,10 +81,12 @@ def lies_by_shape(files: CheckpointFiles) -> bool:
 
 
 def check_shapes(files: CheckpointFiles) -> None:
-    """Checks the files' headers before anything is made for them. Raises CheckpointError unless they hold the
-    tensors that the config asks for, and no others. If a config claims more tensors than there are, this ends
-    at the first one that is missing."""
+    """Checks the files' headers, a draft head's too, before anything is made for them. Raises CheckpointError
+    unless they hold the tensors that the config asks for, and no others. If a config claims more tensors than
+    there are, this ends at the first one that is missing."""
     try:
+        if files.head is not None:
+            files.head.check()
         if files.file is None:
             headers = tensor_headers(files.folder, files.config)
             shapes = {name: header.shape for name, header in headers.items()}
@@ -126,7 +128,7 @@ def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tens
 
 def _is_weight(name: str, config: ModelConfig) -> bool:
     """Says if a layer loads this tensor."""
-    return not is_derived(name, config) and not is_kv_scale(name) and not is_draft(name, config)
+    return not is_derived(name, config) and KV_SCALE.fullmatch(name) is None and not is_draft(name, config)
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:

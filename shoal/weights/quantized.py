@@ -18,9 +18,11 @@ from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.safetensors import (
     DTYPES,
     PACKED_DTYPES,
+    Naming,
     TensorHeader,
     safetensors_headers,
     safetensors_tensors,
+    text_name,
 )
 
 if TYPE_CHECKING:
@@ -31,14 +33,14 @@ if TYPE_CHECKING:
 EVERY_DTYPE = DTYPES | PACKED_DTYPES
 
 
-def tensor_headers(folder: Path, config: ModelConfig) -> dict[str, TensorHeader]:
+def tensor_headers(folder: Path, config: ModelConfig, naming: Naming = text_name) -> dict[str, TensorHeader]:
     """Returns every tensor of the folder, from the files' headers alone. A quantized matrix counts as one,
     with its layout's name for a dtype. Raises CheckpointError for a matrix with missing tensors, or with
     other shapes or types than its layout."""
     quantization = config.quantization
     if quantization is None:
-        return _headers(folder, DTYPES, config)
-    headers = _headers(folder, EVERY_DTYPE, config)
+        return _headers(folder, DTYPES, config, naming)
+    headers = _headers(folder, EVERY_DTYPE, config, naming)
     matrices = _matrices(headers, quantization)
     taken = {name for parts in matrices.values() for name in parts.values()}
     found = {name: header for name, header in headers.items() if name not in taken}
@@ -58,20 +60,22 @@ def tensor_headers(folder: Path, config: ModelConfig) -> dict[str, TensorHeader]
     return found
 
 
-def folder_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def folder_tensors(
+    folder: Path, config: ModelConfig, naming: Naming = text_name
+) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Yields every matrix and every other tensor. A matrix comes when the last of its tensors has been read;
     until then its tensors are views of the mapped files."""
     quantization = config.quantization
     if quantization is None:
-        yield from _tensors(folder, DTYPES, config)
+        yield from _tensors(folder, DTYPES, config, naming)
         return
-    matrices = _matrices(_headers(folder, EVERY_DTYPE, config), quantization)
+    matrices = _matrices(_headers(folder, EVERY_DTYPE, config, naming), quantization)
     module_of = {
         name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
     }
     held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
     layout = BY_NAME[quantization.layout]
-    for name, tensor in _tensors(folder, EVERY_DTYPE, config):
+    for name, tensor in _tensors(folder, EVERY_DTYPE, config, naming):
         if name not in module_of:
             yield name, tensor
             continue
@@ -85,9 +89,11 @@ def folder_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, tor
             yield f"{module}.weight", matrix
 
 
-def _headers(folder: Path, dtypes: Mapping[str, int], config: ModelConfig) -> dict[str, TensorHeader]:
+def _headers(
+    folder: Path, dtypes: Mapping[str, int], config: ModelConfig, naming: Naming
+) -> dict[str, TensorHeader]:
     stored, found = ARCHITECTURES[config.architecture].tensors, {}
-    for _, headers in safetensors_headers(folder, dtypes):
+    for _, headers in safetensors_headers(folder, dtypes, naming):
         for name, header in headers.items():
             for part in split(name, header.shape, stored, config):
                 found[part.name] = TensorHeader(header.dtype, part.shape)
@@ -95,10 +101,10 @@ def _headers(folder: Path, dtypes: Mapping[str, int], config: ModelConfig) -> di
 
 
 def _tensors(
-    folder: Path, dtypes: Mapping[str, int], config: ModelConfig
+    folder: Path, dtypes: Mapping[str, int], config: ModelConfig, naming: Naming
 ) -> Iterator[tuple[str, torch.Tensor]]:
     stored = ARCHITECTURES[config.architecture].tensors
-    for name, tensor in safetensors_tensors(folder, dtypes):
+    for name, tensor in safetensors_tensors(folder, dtypes, naming):
         for part in split(name, tuple(tensor.shape), stored, config):
             yield part.name, part.take(tensor)
 

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Span = tuple[Path, int, int]  # a file, and a tensor's first byte in it and its end
 # The text model within a multimodal one, by the prefixes of old and new checkpoints.
 TEXT_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 # Other parts than the text model: encoders and projectors of images and sounds, and draft heads.
@@ -40,11 +41,15 @@ PREFIXES = {
     "backbone.norm_f.": "model.norm.",
     "backbone.": "model.",
 }
+# Scales of keys or values (kv_scales.py), which no layer loads.
+KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kv])_scale")
 COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+# From a tensor's name in a checkpoint to the module's. None: the tensor is not read.
+Naming = Callable[[str], str | None]
 
 
 class TensorHeader(NamedTuple):
@@ -54,14 +59,19 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
+def text_name(name: str) -> str | None:
+    """The Naming of the text model."""
+    return None if OTHER_PART.match(name) else full_name(name)
+
+
 def safetensors_tensors(
-    folder: Path, dtypes: Mapping[str, int] = DTYPES
+    folder: Path, dtypes: Mapping[str, int] = DTYPES, naming: Naming = text_name
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every tensor with its name. Raises CheckpointError that names the file, and the tensor if it
     concerns one, also for a tensor of another dtype than these."""
-    for path, tensors in safetensors_headers(folder, dtypes):
+    for path, tensors in safetensors_headers(folder, dtypes, naming):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            stored = {full_name(name): name for name in file.keys()}  # noqa: SIM118  the file is not a dict
+            stored = {naming(name): name for name in file.keys()}  # noqa: SIM118  the file is not a dict
             for name, header in tensors.items():
                 yield name, file.get_tensor(stored[name]).view(header.shape)
 
@@ -117,25 +127,25 @@ def shards(folder: Path) -> dict[Path, list[str]]:
 
 
 def safetensors_headers(
-    folder: Path, dtypes: Mapping[str, int] = DTYPES
+    folder: Path, dtypes: Mapping[str, int] = DTYPES, naming: Naming = text_name
 ) -> Iterator[tuple[Path, dict[str, TensorHeader]]]:
     """Yields each file with the headers of the tensors to take from it. Raises CheckpointError."""
     taken: set[str] = set()
     for path, names in shards(folder).items():
-        held, _ = _read_header(path, dtypes)
-        names = [name for name in names or sorted(held) if not OTHER_PART.match(name)]
-        for name in names:
+        held, _ = _read_header(path, dtypes, naming)
+        own = {name: target for name in names or sorted(held) if (target := naming(name)) is not None}
+        for name, target in own.items():
             if name not in held:
                 raise CheckpointError(
                     f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again"
                 )
-            if full_name(name) in taken:
+            if target in taken:
                 raise CheckpointError(
                     f"{path} holds the tensor {name}, and so does another file of the "
                     "folder; remove one of them"
                 )
-            taken.add(full_name(name))
-        yield path, {full_name(name): held[name] for name in names}
+            taken.add(target)
+        yield path, {target: held[name] for name, target in own.items()}
 
 
 def has_head(folder: Path) -> bool:
@@ -150,19 +160,38 @@ def has_head(folder: Path) -> bool:
 def has_own_head(folder: Path) -> bool:
     """Returns whether the folder has an output head that differs from its embedding. Raises
     CheckpointError."""
-    spans: dict[str, tuple[Path, int, int]] = {}
-    for path in shards(folder):
-        named = _read_header(path, DTYPES | PACKED_DTYPES)[1]
-        spans |= {full_name(name): (path, *span) for name, span in named.items()}
-    if "lm_head.weight" not in spans:
+    spans = _spans(folder)
+    if HEAD not in spans:
         return any(name.startswith("lm_head.") for name in spans)  # a quantized one
-    if EMBEDDING not in spans:
-        return False
-    with _reading(folder), _mapped(*spans["lm_head.weight"]) as head, _mapped(*spans[EMBEDDING]) as table:
-        size = len(head)
-        return size != len(table) or any(
-            head[at : at + COMPARED_BYTES] != table[at : at + COMPARED_BYTES]
-            for at in range(0, size, COMPARED_BYTES)
+    return EMBEDDING in spans and not _are_equal(spans[HEAD], spans[EMBEDDING])
+
+
+def equal_tensors(folder: Path, naming: Naming, others: Mapping[str, str]) -> frozenset[str]:
+    """Returns the tensors under their names by `naming` which have the same bytes as the text model's tensor
+    that `others` names. Raises CheckpointError."""
+    spans, theirs = _spans(folder, naming), _spans(folder)
+    return frozenset(
+        name
+        for name, other in others.items()
+        if name in spans and other in theirs and _are_equal(spans[name], theirs[other])
+    )
+
+
+def _spans(folder: Path, naming: Naming = full_name) -> dict[str, Span]:
+    """The place of each tensor in the folder's files."""
+    spans: dict[str, Span] = {}
+    for path in shards(folder):
+        for name, span in _read_header(path, DTYPES | PACKED_DTYPES)[1].items():
+            if (own := naming(name)) is not None:
+                spans[own] = path, *span
+    return spans
+
+
+def _are_equal(span: Span, other_span: Span) -> bool:
+    with _reading(span[0]), _mapped(*span) as tensor, _mapped(*other_span) as other:
+        return len(tensor) == len(other) and all(
+            tensor[at : at + COMPARED_BYTES] == other[at : at + COMPARED_BYTES]
+            for at in range(0, len(tensor), COMPARED_BYTES)
         )
 
 
@@ -183,9 +212,9 @@ def tensor_spans(path: Path, dtypes: Mapping[str, int]) -> list[tuple[int, int]]
 
 
 def _read_header(
-    path: Path, dtypes: Mapping[str, int]
+    path: Path, dtypes: Mapping[str, int], naming: Naming = text_name
 ) -> tuple[dict[str, TensorHeader], dict[str, tuple[int, int]]]:
-    """Returns each tensor's header, and its start and end in the file; of other parts than the text model,
+    """Returns each tensor's header, and its start and end in the file; of tensors that `naming` leaves out,
     the latter alone. Raises CheckpointError unless the tensors fill the file without gaps, as their shapes
     say."""
     try:
@@ -208,7 +237,7 @@ def _read_header(
     for name, info in header.items():
         where = f"{path}: the tensor {name!r:.200}"
         fields = info if isinstance(info, dict) else {}
-        if not OTHER_PART.match(name):
+        if naming(name) is not None:
             tensors[name] = _parse_tensor(fields, where, dtypes)
         start, end = _parse_span(fields.get("data_offsets"), where)
         if name in tensors:

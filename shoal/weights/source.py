@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,17 @@ from shoal.config import DEFAULT_MODEL, SpeculativeConfig
 from shoal.errors import CheckpointError, ConfigError, RequestError
 from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
-from shoal.models.config_fields import token_ids
+from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_gguf import config_from_gguf
-from shoal.models.config_json import config_from_json, overridden
+from shoal.models.config_json import config_from_json, overridden, text_config
 from shoal.sampling_params import SamplingParams, sampling_defaults
 from shoal.weights import default_model, hub, store
+from shoal.weights.eagle3_files import resolve_eagle3
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
-from shoal.weights.heads import HeadFiles, resolve_head
+from shoal.weights.heads import HeadFiles
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
+from shoal.weights.mtp_files import MtpFiles, find_mtp
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 
 logger = logging.getLogger(__name__)
@@ -86,13 +89,33 @@ class CheckpointFiles:
     def with_head(
         self, options: SpeculativeConfig | None, download_dir: str | None = None
     ) -> CheckpointFiles:
-        """Returns the files with the draft head that the options name, if they name one. Raises
-        CheckpointError if it was made for another model."""
-        if options is None or options.model is None:
+        """Returns the files with the draft head of these options, if they have one. Raises CheckpointError if
+        it was made for another model, and ConfigError for method 'mtp' where the model has no such head."""
+        if options is None or not options.has_head:
             return self
-        head = resolve_head(options.model, options.revision, download_dir)
+        if options.method == "mtp":
+            return self.with_own_head()
+        assert options.model is not None
+        head = resolve_eagle3(options.model, options.revision, download_dir)
         head.config.check_target(self.config, str(head.folder))
         return replace(self, head=head)
+
+    def with_own_head(self) -> CheckpointFiles:
+        """Returns the files with the MTP head that they hold. Raises ConfigError if they hold none."""
+        head = self.find_own_head()
+        if head is None:
+            raise ConfigError(
+                f"speculative_config.method must not be 'mtp' for {self.path}, which holds no MTP head that "
+                "is read; choose another, or leave speculative_config out: answers are the same"
+            )
+        return replace(self, head=head)
+
+    def find_own_head(self) -> MtpFiles | None:
+        """Returns the MTP head that the files hold. None: they hold none, or are a GGUF file."""
+        if self.file is not None:
+            return None
+        fields = text_config(self._fields, str(self.folder))
+        return find_mtp(self.folder, self._own_config, ConfigFields(fields, str(self.folder / "config.json")))
 
     @cached_property
     def header(self) -> GGUFHeader:
@@ -102,20 +125,24 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> ModelConfig:
-        own = self._own_config()
-        if self.head is None:
+        own, head = self._own_config, self.head
+        if head is None:
             return own
-        head = self.head.config
         return replace(own, head_layers=head.decoder.layers, head_drafts=head.num_drafts)
 
+    @property
+    def _fields(self) -> Mapping[str, Any]:
+        """The content of config.json, with the overrides."""
+        if not (self.folder / "config.json").exists():
+            raise CheckpointError(
+                f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
+            )
+        return overridden(self._read_json("config.json"), self.overrides)
+
+    @cached_property
     def _own_config(self) -> ModelConfig:
         if self.file is None:
-            if not (self.folder / "config.json").exists():
-                raise CheckpointError(
-                    f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
-                )
-            fields = overridden(self._read_json("config.json"), self.overrides)
-            config = config_from_json(fields, str(self.folder / "config.json"))
+            config = config_from_json(self._fields, str(self.folder / "config.json"))
             if self._unties(config):
                 return replace(config, tie_word_embeddings=False)
             # Without a head, the embedding replaces it, and its logits are never used.

@@ -25,6 +25,7 @@ from shoal.kernels.drafting.draft_rows import DraftRows
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import FIELDS, Field
 from shoal.layers.attention import Attention
+from shoal.layers.latent import LatentAttention
 
 
 class HeadDrafter:
@@ -42,8 +43,8 @@ class HeadDrafter:
         """`caches` returns all layers' caches, the head's last."""
         self.head, self.ops, self.table, self.caches = head, ops, table, caches
         self.num_drafts = num_drafts
-        attentions = [layer.self_attn for layer in head.module.layers]
-        self.backends = {attention.backend for attention in attentions if isinstance(attention, Attention)}
+        layers = head.module.modules()
+        self.backends = {layer.backend for layer in layers if isinstance(layer, Attention | LatentAttention)}
 
     def propose(self, rows_S: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
         """Writes drafts after each row's TOKEN, which the step has sampled and the history has. Returns how

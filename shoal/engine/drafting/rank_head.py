@@ -3,8 +3,7 @@ in the target's region and stay when the target gets new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from shoal.attention.backend import Backends
 from shoal.config import ResolvedConfig
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
+from shoal.layers.matrix import Holding
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
-from shoal.models.heads.eagle3 import Eagle3Head
-from shoal.models.heads.hidden_states import HiddenStates
+from shoal.models.heads.head import DraftHead
+from shoal.models.heads.hidden_states import read_states
 from shoal.models.parallel import check_parallel
-from shoal.weights.heads import EMBEDDING, IDS, HeadFiles, load_head
+from shoal.weights.heads import HeadFiles, load_head
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 
@@ -34,25 +34,20 @@ class RankHead:
         tp: TensorParallel,
         ops: Ops,
         backends: Backends,
-        holding: Callable[[], AbstractContextManager[None]],
-        max_position: int,
-        dummy: bool,
+        holding: Holding,
+        config: ResolvedConfig,
     ) -> None:
-        """`holding`: the weights' region. `max_position`: the engine's longest sequence. Raises
-        CheckpointError, and ConfigError if the head can't be divided over the ranks."""
-        check_parallel(files.config.decoder, tp.size)
-        self.files, self.dummy = files, dummy
+        """`holding`: the weights' region. Raises CheckpointError, and ConfigError if the head can't be
+        divided over the ranks."""
+        check_parallel(files.decoder, tp.size)
+        self.files, self.dummy = files, config.load_format == "dummy"
         first = target.config.num_layers
-        self.layers = range(first, first + len(files.config.decoder.layers))  # behind the target's
-        names = files.names
-        embedding = None if EMBEDDING in names else target.embed_tokens
+        self.layers = range(first, first + len(files.decoder.layers))  # behind the target's
         with holding():
-            self.module = Eagle3Head(
-                files.config, target.config, tp, ops, backends, embedding, has_ids=IDS in names
-            )
-        self.module.allocate_ropes(max_position)
-        self.max_position = max_position
-        self.states = HiddenStates(target, self.module.state_layers)
+            self.module: DraftHead = files.build(target, tp, ops, backends, config.quantizes_weights, holding)
+        self.module.allocate_ropes(config.max_model_len)
+        self.max_position = config.max_model_len
+        self.states = read_states(target, self.module.state_layers)
 
     def load(self) -> None:
         """Fills the weights, at the start and after a sleep that dropped them."""
@@ -70,13 +65,12 @@ def build_head(
     tp: TensorParallel,
     ops: Ops,
     backends: Backends,
-    holding: Callable[[], AbstractContextManager[None]],
+    holding: Holding,
 ) -> RankHead | None:
     """Returns the head that comes with the target's files. None: they have none."""
     if files.head is None:
         return None
-    dummy = config.load_format == "dummy"
-    return RankHead(files.head, target, tp, ops, backends, holding, config.max_model_len, dummy)
+    return RankHead(files.head, target, tp, ops, backends, holding, config)
 
 
 def weights_of(target: Decoder, head: RankHead | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,8 +22,8 @@ from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.decoder import rope_table
 from shoal.models.heads.eagle3_config import NUM_STATES, Eagle3Config
+from shoal.models.heads.head import DraftHead
 from shoal.models.layer import DecoderLayer
 
 
@@ -92,8 +92,8 @@ class DraftIds(LoadingLayer):
         self.weight.data.copy_(ids)
 
 
-class Eagle3Head(nn.Module):
-    """A DraftHead. It is built under the device and the default dtype of the engine."""
+class Eagle3Head(DraftHead):
+    """A head in plain numbers."""
 
     def __init__(
         self,
@@ -107,10 +107,9 @@ class Eagle3Head(nn.Module):
     ) -> None:
         """`embed_tokens`: the target's, if the head has none of its own. `has_ids`: its files say which
         tokens it drafts; otherwise they are the first ones of the vocabulary."""
-        super().__init__()
         decoder = config.decoder
-        self.config, self.kinds = config, decoder.layers
-        self.state_layers = config.layers_read(target.num_layers)
+        super().__init__(decoder.layers, config.layers_read(target.num_layers))
+        self.config = config
         size, num_drafted = decoder.hidden_size, config.draft_vocab_size
         first, *others = decoder.layers
         self.layers = nn.ModuleList(
@@ -129,13 +128,6 @@ class Eagle3Head(nn.Module):
         self._embeds = [
             self.embed_tokens or embed_tokens
         ]  # in a list, so that it counts as no module of its own
-        self.ropes: tuple[torch.Tensor | None, ...] = ()
-
-    def allocate_ropes(self, max_position: int) -> None:
-        """Makes the tables of rotary angles, for as many positions as the target has, which may be more than
-        the head's config says."""
-        mixers = [kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind)]
-        self.ropes = tuple(rope_table(mixer, max_position) for mixer in mixers)
 
     def fuse(self, states_TX: torch.Tensor) -> torch.Tensor:
         return self.fc(states_TX if self.input_norm is None else self.input_norm(states_TX))

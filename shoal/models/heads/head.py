@@ -1,4 +1,4 @@
-"""`DraftHead`: the protocol of heads, which draft the tokens after the next one from the hidden states of a
+"""`DraftHead`: the base class of heads, which draft the tokens after the next one from the hidden states of a
 model, their target.
 
 A head has decoder layers, with a cache of their own among the target's. Its slot S, at position S, takes the
@@ -12,26 +12,39 @@ size · V the target's vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
+from torch import nn
 
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
+from shoal.layers.norm import RMSNorm
 from shoal.model_config import LayerKind
+from shoal.models.decoder import rope_table
 
 
-class DraftHead(Protocol):
-    """A module that runs after `allocate_ropes`, as a Decoder does."""
+class DraftHead(nn.Module):
+    """A module that runs after `allocate_ropes`, as a Decoder does, and is built under the device and the
+    default dtype of the engine."""
 
-    kinds: tuple[LayerKind, ...]  # its layers
-    # It reads the target's hidden states before these layers, side by side; none: the final ones.
-    state_layers: tuple[int, ...]
+    norm: RMSNorm  # its last norm
 
-    def allocate_ropes(self, max_position: int) -> None: ...
+    def __init__(self, kinds: tuple[LayerKind, ...], state_layers: tuple[int, ...] = ()) -> None:
+        """`kinds`: the head's layers. It reads the target's hidden states before `state_layers`, side by
+        side; none: the final ones."""
+        super().__init__()
+        self.kinds, self.state_layers = kinds, state_layers
+        self.ropes: tuple[torch.Tensor | None, ...] = ()
+
+    def allocate_ropes(self, max_position: int) -> None:
+        """Makes the tables of rotary angles, for as many positions as the target has, which may be more than
+        a head's config says."""
+        attentions = [kind.attention for kind in self.kinds]
+        self.ropes = tuple(None if a is None else rope_table(a, max_position) for a in attentions)
 
     def fuse(self, states_TX: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as the head's layers take them, [T, D]."""
+        """The target's hidden states as `forward` takes them, [T, D]."""
+        return states_TX
 
     def forward(
         self,
@@ -44,6 +57,8 @@ class DraftHead(Protocol):
         """Runs slots, which are the tokens of `step` but for token_ids_T, the tokens after them. Returns what
         `logits` takes, and the hidden states with which the next slots begin, both [T, D], or [S, D] of the
         slots in `select_S` (int64). hidden_TD may be changed."""
+        raise NotImplementedError
 
     def logits(self, normed_SD: torch.Tensor) -> torch.Tensor:
         """The logits of the whole vocabulary, [S, V], on every rank; -inf for tokens that it never drafts."""
+        raise NotImplementedError

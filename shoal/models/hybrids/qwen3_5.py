@@ -65,7 +65,7 @@ SPARSE = Architecture(
     other_layers={LINEAR: delta_layer},
     nested_in=("Qwen3_5MoeForConditionalGeneration",),
     also_named=("qwen3_5_moe",),
-    renamed={"num_local_experts": "num_experts"},
+    renamed={"num_local_experts": "num_experts", "mtp_num_hidden_layers": "num_nextn_predict_layers"},
     tensors={**TENSORS, **EXPERTS},
     layer_class=hybrid_layer,
 )

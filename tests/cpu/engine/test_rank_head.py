@@ -149,7 +149,7 @@ def test_a_head_that_does_not_divide_is_refused(target, head):
     from shoal.models.parallel import check_parallel
 
     with pytest.raises(ConfigError, match="num_attention_heads 6"):
-        check_parallel(resolve(str(target)).with_head(named(head)).head.config.decoder, 4)
+        check_parallel(resolve(str(target)).with_head(named(head)).head.decoder, 4)
 
 
 def test_the_config_of_a_head_may_be_shorter_than_its_target(build, head):

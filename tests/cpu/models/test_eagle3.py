@@ -17,8 +17,9 @@ from shoal.layers.attention import attention_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
 from shoal.models.heads.eagle3 import Eagle3Head
-from shoal.models.heads.hidden_states import HiddenStates
-from shoal.weights.heads import EMBEDDING, IDS, HeadFiles, load_head, resolve_head
+from shoal.models.heads.hidden_states import HiddenStates, read_states
+from shoal.weights.eagle3_files import EMBEDDING, IDS, Eagle3Files, resolve_eagle3
+from shoal.weights.heads import load_head
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 from tests.eagle3_oracle import HeadOracle, TargetOracle, head_tensors, write_head
@@ -57,7 +58,7 @@ def tensors_of(target: Path, **flags) -> dict[str, torch.Tensor]:
 
 
 def built(target: Path, folder: Path) -> tuple[Decoder, Eagle3Head, HiddenStates]:
-    config, files = resolve(str(target)).config, HeadFiles(folder)
+    config, files = resolve(str(target)).config, Eagle3Files(folder)
     files.config.check_target(config, str(folder))
     kinds = (*config.layers, *files.config.decoder.layers)
     shapes = [attention_shape(kind.mixer, 1) for kind in kinds]
@@ -66,7 +67,7 @@ def built(target: Path, folder: Path) -> tuple[Decoder, Eagle3Head, HiddenStates
     model = Decoder(config, tp, ops, backends)
     embedding = None if EMBEDDING in files.names else model.embed_tokens
     head = Eagle3Head(files.config, config, tp, ops, backends, embedding, IDS in files.names)
-    states = HiddenStates(model, head.state_layers)
+    states = read_states(model, head.state_layers)
     load_weights(model, resolve(str(target)), show_progress=False)
     load_head(head, files)
     for module in (model, head):
@@ -180,7 +181,7 @@ def test_what_does_not_fit_is_refused_by_name(changes, name, target, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match=name):
-        HeadFiles(folder).config.check_target(resolve(str(target)).config, str(folder))
+        Eagle3Files(folder).config.check_target(resolve(str(target)).config, str(folder))
 
 
 def test_a_head_that_was_made_for_another_architecture_is_refused(target, tmp_path):
@@ -191,7 +192,7 @@ def test_a_head_that_was_made_for_another_architecture_is_refused(target, tmp_pa
     with pytest.raises(
         CheckpointError, match=r"verifier architecture must be LlamaForCausalLM.*Qwen3ForCausalLM"
     ):
-        HeadFiles(folder).config.check_target(resolve(str(target)).config, str(folder))
+        Eagle3Files(folder).config.check_target(resolve(str(target)).config, str(folder))
 
 
 @pytest.mark.parametrize("method", ["eagle", "dflash", None])
@@ -200,7 +201,7 @@ def test_other_speculators_are_refused(method, target, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "speculators_model_type": method}))
     with pytest.raises(CheckpointError, match="speculators_model_type must be 'eagle3'"):
-        _ = HeadFiles(folder).config
+        _ = Eagle3Files(folder).config
 
 
 @pytest.mark.parametrize(
@@ -232,13 +233,13 @@ def test_pickled_files_run_no_code(target, tmp_path):
     folder = write_head(tmp_path, layer_config(target), tensors_of(target), "pickled")
     torch.save({"fc.weight": Code()}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        _ = HeadFiles(folder).names
+        _ = Eagle3Files(folder).names
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_head_is_found_by_its_folder(target, tmp_path):
     folder = write_head(tmp_path / "head", layer_config(target), tensors_of(target))
-    assert resolve_head(str(folder)).folder == folder
+    assert resolve_eagle3(str(folder)).folder == folder
     for wrong in (str(folder / "config.json"), "no such head"):
         with pytest.raises(CheckpointError, match="must be a folder or a model of the hub"):
-            resolve_head(wrong)
+            resolve_eagle3(wrong)
