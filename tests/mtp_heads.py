@@ -125,7 +125,7 @@ class MtpOracle:
 
     @torch.no_grad()
     def run(self, following: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """What the head returns of slots with these tokens after them, and these hidden states."""
+        """Returns the output of slots with these tokens after them, and these hidden states."""
         positions = torch.arange(len(following))[None]
         return self.head.forward_layer(0, hidden[None], positions, None, input_ids=torch.tensor([following]))[
             0

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shoal.models.decoder import Decoder
     from shoal.models.heads.mtp import MtpHead
 
-ENDS = frozenset(name.removesuffix(".weight") for name in (EMBEDDING, HEAD))  # of the vocabulary
+# the two ends of the vocabulary
+ENDS = frozenset(name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
 
 
 @dataclass(frozen=True)
