@@ -2,8 +2,8 @@
 
 python benchmarks/performance.py benchmarks/results/h200.json
 
-A served load and second turns from host memory stand below them, as h200-target-itl.json and
-h200-second-turn.json in the same folder have them.
+Other files in the same folder have what stands below it: h200-2026.json the shapes of 2026, h200-turns.json a
+conversation, h200-target-itl.json a served load, and h200-second-turn.json second turns from host memory.
 """
 
 from __future__ import annotations
@@ -74,6 +74,30 @@ def tables(rows: list[dict[str, Any]]) -> str:
         start = of_model["start-up"]["seconds"]
         parts.append(f"### {model}\n\nIt starts in {start:.2f} s.\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def conversation(rows: list[dict[str, Any]]) -> str:
+    """The table of what benchmarks/turns.py measured."""
+    titles = [
+        "turn",
+        "tokens so far",
+        "found",
+        "first token, ms",
+        "beside the turn alone",
+        "without a cache, ms",
+    ]
+    lines = [f"| {' | '.join(titles)} |", "|---:" * len(titles) + "|"]
+    for row in rows:
+        cells = [
+            f"{row['turn']}",
+            f"{row['prompt']:,}",
+            f"{row['cached']:,}",
+            f"{row['seconds'] * 1e3:.0f}",
+            f"{row['seconds'] / row['alone']:.2f}×",
+            f"{row['no_cache'] * 1e3:,.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def served(measured: dict[str, Any]) -> str:
@@ -185,7 +209,9 @@ def main() -> None:
     draw_roofline(rows, images / "performance-roofline.png")
     folder = Path(sys.argv[1]).parent
     load = json.loads((folder / "h200-target-itl.json").read_text())
-    turns = json.loads((folder / "h200-second-turn.json").read_text())["rows"]
+    second = json.loads((folder / "h200-second-turn.json").read_text())["rows"]
+    shapes = json.loads((folder / "h200-2026.json").read_text())
+    turns = json.loads((folder / "h200-turns.json").read_text())
     (ROOT / "docs" / "performance.md").write_text(f"""# Performance
 
 One {measured["gpu"]}, {measured["date"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}:
@@ -220,6 +246,25 @@ distance to it is what is left to gain.
 
 ![Roofline](images/performance-roofline.png)
 
+## Shapes of 2026
+
+One {shapes["gpu"]}, {shapes["date"]}, commit {shapes["commit"][:10]}:
+{shapes["command"]}.
+The floor of a model with recurrent layers counts its states, which each step reads and writes. Routers spread
+tokens over all experts.
+
+{tables(shapes["rows"])}
+
+## A conversation
+
+{turns["rows"][0]["model"]} on one {turns["gpu"]}, {turns["date"]}, commit {turns["commit"][:10]}:
+{turns["command"]}.
+Each turn has 8,000 new tokens. Earlier ones are found and not computed again, with the recurrent states
+behind them; what a turn takes more than the first one is the attention of its tokens to all that was said
+before.
+
+{conversation(turns["rows"])}
+
 ## A served load
 
 `shoal serve`, {load["model"]}, {load["concurrency"]} streams at any time, {load["requests"]} requests of
@@ -241,7 +286,7 @@ a decode step of all streams takes (8 ms here) leaves prompts little room: they 
 Ten engines on a machine just started, the first thing that it does: 24 conversations of 9,000 tokens of
 qwen3-8b, then the second turn of each, one at a time (`benchmarks/offload.py second-turn`). Milliseconds:
 
-{second_turns(turns)}
+{second_turns(second)}
 """)
 
 
