@@ -2,7 +2,7 @@
 
 A publisher sends (topic, number as 8 bytes, payload), numbered from 0 without gaps; a payload is msgpack of
 an EventBatch. Since June 2026 vLLM writes events as maps, before that as arrays; SGLang has its own names for
-media. All forms are read, maps are written.
+media. All forms are read, maps are written. `snapshot_hashes` is Shoal's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """A run of full blocks of one sequence, `block_size` tokens each. Hashes are names: 64 bits, to be
     compared only. The parent is the block before the first; None at the start of a sequence.
     `extra_keys`: for each block the parts of its identity in addition to tokens: maps {"type": "lora",
-    "name": ...}, {"type": "cache_salt", "salt": ...}; only a sequence's first block has the salt."""
+    "name": ...}, {"type": "cache_salt", "salt": ...}; only a sequence's first block has the salt.
+    `snapshot_hashes`: with recurrent layers the blocks after which a prompt can continue, as a snapshot of
+    the states was kept there; None: after each of them. A block is stored again when that has changed."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -37,6 +39,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[dict[str, Any]] | None] | None = None
+    snapshot_hashes: list[int] | None = None
 
     @property
     def cache_salt(self) -> str | None:
@@ -65,6 +68,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+# In the order of vLLM's arrays
 FIELDS = {
     "BlockStored": (
         "block_hashes",
@@ -113,6 +117,7 @@ def _fields_of(event: Any) -> dict[str, Any] | None:
         found["block_hashes"] = [_name(value) for value in found["block_hashes"]]
         found["medium"] = MEDIA.get(event.get("medium"), event.get("medium"))
     if kind == "BlockStored":
+        found["snapshot_hashes"] = event.get("snapshot_hashes")
         if found["parent_block_hash"] is not None:
             found["parent_block_hash"] = _name(found["parent_block_hash"])
         salt = event.get("cache_salt")  # SGLang has this name

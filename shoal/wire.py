@@ -167,6 +167,7 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     most_new_tokens: int | None = None  # limit of every answer, from the generation config
     most_drafts: int = 0  # the most in one step of a sequence; 0: none are made
     generates: bool = True  # False: the model has no output head and only embeds
+    state_bytes: int = 0  # bytes of a sequence's states of recurrent layers, over all ranks
 
     @property
     def lends_kv(self) -> bool:

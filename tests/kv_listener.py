@@ -24,6 +24,7 @@ class View:
     def __init__(self, block_size, reachable=True):
         self.block_size, self.reachable = block_size, reachable
         self.blocks = {}  # (medium, name) -> (parent, tokens)
+        self.snapshots = set()  # (medium, name) of the blocks after which there is a snapshot of states
 
     def apply(self, payload):
         ts, events, rank = msgpack.unpackb(payload)
@@ -33,12 +34,15 @@ class View:
             if event["type"] == "AllBlocksCleared":
                 assert event == {"type": "AllBlocksCleared"}
                 self.blocks.clear()
+                self.snapshots.clear()
             elif event["type"] == "BlockRemoved":
                 assert event.keys() == {"type", "block_hashes", "medium"}
                 for name in event["block_hashes"]:
                     del self.blocks[medium, name]
+                    self.snapshots.discard((medium, name))
             else:
-                assert event["type"] == "BlockStored" and event.keys() - {"extra_keys"} == STORED
+                own = {"extra_keys", "snapshot_hashes"}
+                assert event["type"] == "BlockStored" and event.keys() - own == STORED
                 hashes, tokens, size, parent = (
                     event[k] for k in ("block_hashes", "token_ids", "block_size", "parent_block_hash")
                 )
@@ -47,8 +51,16 @@ class View:
                     assert not self.reachable or parent is None or (medium, parent) in self.blocks, (
                         "a child before its parent"
                     )
-                    assert (medium, name) not in self.blocks, "stored twice"
-                    self.blocks[medium, name] = (parent, tuple(tokens[i * size : (i + 1) * size]))
+                    block, is_kept = (parent, tuple(tokens[i * size : (i + 1) * size])), None
+                    if (kept := event.get("snapshot_hashes")) is not None:
+                        is_kept = name in kept
+                    changes = is_kept is not None and is_kept != ((medium, name) in self.snapshots)
+                    known = self.blocks.setdefault((medium, name), block)
+                    assert known is block or (known == block and changes), "stored twice"
+                    if is_kept:
+                        self.snapshots.add((medium, name))
+                    else:
+                        self.snapshots.discard((medium, name))
                     parent = name
         return self
 

@@ -10,6 +10,7 @@ from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
 from shoal.kv.events.publisher import KvEvents
+from shoal.kv_events import GPU
 
 
 class BlockEvents(StepPart):
@@ -17,13 +18,15 @@ class BlockEvents(StepPart):
 
     def __init__(self, events: KvEvents, blocks: SequenceBlocks) -> None:
         self._events, self._blocks = events, blocks
-        self._has_states = isinstance(blocks, StateBlocks)
+        self._states = blocks if isinstance(blocks, StateBlocks) else None
         self._published: set[bytes] = set()  # with states: the keys that are published and not removed
         blocks.pool.listeners.append(self)
+        if self._states is not None:
+            self._states.snapshots.listeners.append(self)
 
     def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
         """A block that stays a copy is not published. Events report the blocks of the first group."""
-        if group == 0 and not self._has_states:
+        if group == 0 and self._states is None:
             key_of = self._blocks.pool.key_of
             self._publish(seq, start, [key_of(block) is not None for block in blocks])
 
@@ -36,6 +39,7 @@ class BlockEvents(StepPart):
             start -= 1
         self._publish(seq, start, [pool.find(key) is not None for key in keys[start:]])
         self._published.update(key for key in keys[start:] if pool.find(key) is not None)
+        self._events.snapshot_kept(keys[-1], GPU, True)
 
     def _publish(self, seq: EngineSequence, start: int, are_findable: Sequence[bool]) -> None:
         """Publishes the findable ones of the sequence's blocks from `start` on. An event has a run of
@@ -52,10 +56,15 @@ class BlockEvents(StepPart):
                     seq.token_ids[run * size : i * size],
                     seq.request.adapter,
                     seq.request.cache_salt,
+                    has_states=self._states is not None,
                 )
             run = i + 1
 
-    # Calls of the pool
+    # Calls of the pool and of the snapshots
+
+    def snapshot_removed(self, key: bytes) -> None:
+        if self._blocks.pool.find(key) is not None:  # otherwise the block is removed, too
+            self._events.snapshot_kept(key, GPU, False)
 
     def removed(self, key: bytes, block: int) -> None:
         self._published.discard(key)
@@ -82,8 +91,10 @@ class BlockEvents(StepPart):
         self._events.flush()
 
     def check(self) -> None:
-        has_others = self._has_states or len(self._blocks.groups) > 1
+        has_others = self._states is not None or len(self._blocks.groups) > 1
         self._events.check(self._blocks.pool.cached_keys(), has_others)
 
     def close(self) -> None:
         self._blocks.pool.listeners.remove(self)
+        if self._states is not None:
+            self._states.snapshots.listeners.remove(self)

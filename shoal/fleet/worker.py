@@ -38,6 +38,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     total_blocks: int = 0  # over all ranks
     kv_block_bytes: int = 0  # bytes per block, if workers exchange blocks
+    state_bytes: int = 0  # bytes of the states that come with blocks; 0: there are no recurrent layers
     lends_kv: bool = False  # other workers can read its KV blocks
     reads_kv: bool = False  # it can read other workers' KV blocks
     max_running: int = 0  # concurrent sequences; 0: unknown

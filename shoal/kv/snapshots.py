@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 
 from shoal.kv.blocks import BlockPool
 
@@ -24,6 +25,14 @@ class StateSnapshot:
         self.is_used = False  # by another sequence than the one that took it, or after this one's end
         self.num_pins = 0  # restores that are not planned yet, fetches, and copies to lower tiers
         self.used_at = 0  # on the pool's clock, `num_freed`
+
+
+class SnapshotListener(Protocol):
+    """Is notified of snapshots that can't be found any longer. Must not call the snapshots."""
+
+    def snapshot_removed(self, key: bytes) -> None:
+        """The snapshot with this key was evicted or dropped."""
+        ...
 
 
 class Snapshots:
@@ -43,6 +52,7 @@ class Snapshots:
         self._others: set[StateSnapshot] = set()
         self._spares: list[list[int]] = []  # blocks of dropped snapshots
         self._num_pinned = 0  # findable ones with a pin
+        self.listeners: list[SnapshotListener] = []
         pool.listeners.append(self)
 
     # What is there
@@ -128,7 +138,7 @@ class Snapshots:
     def drop(self, snapshot: StateSnapshot) -> None:
         """Forgets a snapshot, findable or new."""
         if self._found.get(snapshot.key) is snapshot:
-            del self._found[snapshot.key]
+            self._forget(snapshot)
             self._num_pinned -= snapshot.num_pins > 0
         self._others.discard(snapshot)
         if snapshot.num_pins:
@@ -190,6 +200,11 @@ class Snapshots:
         self._others.add(snapshot)
         return snapshot
 
+    def _forget(self, snapshot: StateSnapshot) -> None:
+        del self._found[snapshot.key]
+        for listener in self.listeners:
+            listener.snapshot_removed(snapshot.key)
+
     def _give_back(self, blocks: list[int]) -> None:
         self._source.release([block - self._offset for block in blocks])
 
@@ -201,7 +216,7 @@ class Snapshots:
         oldest = self._oldest()
         if oldest is None:
             return False
-        del self._found[oldest.key]
+        self._forget(oldest)
         self._give_back(oldest.blocks)
         return True
 

@@ -328,6 +328,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         most_new_tokens=(resolved.override_generation_config or {}).get("max_new_tokens"),
         most_drafts=resolved.speculative.queries - 1 if resolved.speculative is not None else 0,
         generates=core.model_config.has_head,
+        state_bytes=core.ranks.runner.states.plan.row_bytes * core.ranks.size,
     )
 
 

@@ -88,7 +88,7 @@ class StateBlocks(GroupedBlocks):
             self.blocks_of,
             self._take_again,
         )
-        fetches.snapshots = self.snapshots
+        fetches.snapshots, fetches.watchers = self.snapshots, self.watchers
         # With lower tiers: those that sequences have left behind, the oldest first
         self.left_behind: deque[StateSnapshot] = deque(maxlen=num_blocks)
         self._kept: list[StateSnapshot] = []  # by parts of the engine

@@ -6,6 +6,7 @@ from __future__ import annotations
 from shoal.engine.scheduling.fetches import Fetch, Source
 from shoal.engine.scheduling.grouped_fetches import GroupedFetches
 from shoal.engine.scheduling.part_state import states_of
+from shoal.engine.scheduling.seams import BlockWatcher
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import part_key
 from shoal.kv.groups import NO_BLOCK
@@ -17,6 +18,7 @@ class StateFetches(GroupedFetches):
     """From its begin to its end a fetch has a pin on its snapshot."""
 
     snapshots: Snapshots
+    watchers: list[BlockWatcher]
     _taken: StateSnapshot  # by `_take_more`
 
     def arrived(self, fetch: Fetch, num_blocks: int) -> bool:
@@ -24,7 +26,8 @@ class StateFetches(GroupedFetches):
         assert snapshot is not None
         has_all = num_blocks == len(fetch.keys)
         key = seq.keys[fetch.end // self._block_size - 1]
-        if has_all and fetch.findable and snapshots.is_new(snapshot) and snapshots.find(key) is None:
+        is_new = has_all and fetch.findable and snapshots.is_new(snapshot) and snapshots.find(key) is None
+        if is_new:
             snapshots.register(snapshot, key)
         if has_all and seq.fetch is fetch:
             states = states_of(seq)
@@ -32,7 +35,11 @@ class StateFetches(GroupedFetches):
             seq.num_recomputed_tokens = max(0, states.matched - fetch.end)
         else:
             snapshots.unpin(snapshot)
-        return super().arrived(fetch, num_blocks)
+        goes_on = super().arrived(fetch, num_blocks)
+        if is_new:
+            for watcher in self.watchers:
+                watcher.kept(seq, fetch.end)
+        return goes_on
 
     def _furthest(self, seq: Sequence, chain: list[bytes], source: Source) -> int:
         groups, size, step = self._groups, self._block_size, max(group.block_size for group in self._groups)

@@ -229,6 +229,11 @@ class KvIndexer:
         for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
             hashes[number] = _with_extra(hashes[number], extra)
         self._store(worker, tier, event.block_hashes, hashes, before, seed)
+        if event.snapshot_hashes is not None:
+            kept = set(event.snapshot_hashes)
+            for name in event.block_hashes:
+                if (node := worker.names[tier].get(name)) is not None:
+                    self._tree.mark(worker.number, tier, node, name in kept)
 
     def _store(
         self,

@@ -12,6 +12,9 @@ An engine may also drop a block from the middle of a chain. The next block is th
 Orphans are kept with their depth: for that worker, a chain through an orphan ends before it, and bisection is
 right up to there. So counts stay exact, whatever was removed.
 
+A worker with recurrent layers continues after a block only if it has a snapshot of the states there. Such
+blocks are marked, and the worker's depth is cut back to its last marked block.
+
 Chained hashes and the search are ideas of NVIDIA Dynamo's positional index; orphans are Shoal's addition.
 """
 
@@ -75,6 +78,10 @@ class PrefixTree:
         # For each level: worker -> its orphans, and the mask of workers that have any.
         self._orphans: list[dict[int, set[int]]] = [{} for _ in range(NUM_LEVELS)]
         self._with_orphans = [0] * NUM_LEVELS
+        # For each tier: chain hash -> mask of the workers that have a snapshot after the block. And the mask
+        # of the workers with recurrent layers.
+        self._snapshots: list[dict[int, int]] = [{} for _ in range(NUM_LEVELS)]
+        self._with_states = 0
         # One object per mask: masks are compared often, and would otherwise be spread over the memory. Beyond
         # MAX_MASKS the table is emptied; equal masks may then be two objects for a while.
         self._masks: dict[int, int] = {}
@@ -145,6 +152,15 @@ class PrefixTree:
             in_tier[chain] = mask
         return len(names), parent
 
+    def mark(self, worker: int, tier: int, node: Node, has_snapshot: bool) -> None:
+        """Says whether a worker with recurrent layers has a snapshot after a block of its in this tier."""
+        bit = 1 << worker
+        self._with_states |= bit
+        if has_snapshot:
+            self._set(self._snapshots[tier], node.chain, bit)
+        else:
+            self._clear(self._snapshots[tier], node.chain, bit)
+
     def place(self, chain: int, parent: Node | None, seed: int) -> Node:
         """Returns the node of a chain, built if it does not exist; no worker holds it by that."""
         node = self.nodes.get(chain)
@@ -161,6 +177,8 @@ class PrefixTree:
         """Removes a block of the worker from this tier."""
         bit = 1 << worker
         self._clear(self._in_tier[tier], node.chain, bit)
+        if self._with_states & bit:
+            self._clear(self._snapshots[tier], node.chain, bit)
         for level in range(tier, len(self._held)):
             if any(self._in_tier[above].get(node.chain, 0) & bit for above in range(level + 1)):
                 break  # another tier of this level, and so of all lower ones, has it
@@ -171,7 +189,7 @@ class PrefixTree:
 
     def depths(self, chain: Sequence[int], level: int) -> dict[int, int]:
         """Returns the number of consecutive blocks of the chain, from its first, that each worker holds on
-        this level; workers without the first are left out."""
+        this level, and with recurrent layers up to the last snapshot; workers without any are left out."""
         held = self._held[min(level, len(self._held) - 1)]
         mask = held.get(chain[0], 0) if chain else 0
         if not mask:
@@ -186,12 +204,28 @@ class PrefixTree:
                 mask ^= bit
                 _bisect(held, chain, end, bit, found)
         _bisect(held, chain, len(chain), mask, found)
+        if self._with_states:
+            self._cut_to_snapshots(found, chain, level)
         return found
+
+    def _cut_to_snapshots(self, found: dict[int, int], chain: Sequence[int], level: int) -> None:
+        cut = {worker: depth for worker, depth in found.items() if self._with_states >> worker & 1}
+        for depth in range(max(cut.values(), default=0), 0, -1):
+            here = 0
+            for marked in self._snapshots[: level + 1]:
+                here |= marked.get(chain[depth - 1], 0)
+            for worker in [worker for worker in cut if here >> worker & 1 and cut[worker] >= depth]:
+                found[worker] = depth
+                del cut[worker]
+            if not cut:
+                break
+        for worker in cut:
+            del found[worker]
 
     def forget_worker(self, worker: int, nodes: Iterable[Node]) -> None:
         """Removes all blocks of a worker. `nodes` are all nodes that it holds, in any tier."""
         bit = 1 << worker
-        tables = [*self._in_tier, *self._held[1:]]
+        tables = [*self._in_tier, *self._held[1:], *self._snapshots]
         for node in nodes:
             for table in tables:
                 self._clear(table, node.chain, bit)
@@ -199,6 +233,7 @@ class PrefixTree:
         for level in range(NUM_LEVELS):
             self._orphans[level].pop(worker, None)
             self._with_orphans[level] &= ~bit
+        self._with_states &= ~bit
 
     # Inside
 

@@ -94,8 +94,8 @@ class KvTransfers:
         )
 
     def is_faster(self, num_tokens: int, worker: Worker[RemoteEngine]) -> bool:
-        """Returns whether this worker reads the blocks of `num_tokens` tokens faster than it computes them,
-        by its own measurements where it has any."""
+        """Returns whether this worker reads the blocks of `num_tokens` tokens, with a snapshot of states if
+        there are any, faster than it computes them, by its own measurements where it has any."""
         info, stats = worker.info, worker.stats
         bytes_per_s, prompt_token_s = BYTES_PER_S, PROMPT_TOKEN_S
         if stats is not None:
@@ -103,7 +103,7 @@ class KvTransfers:
             if seconds := sum(read.seconds for read in reads):
                 bytes_per_s = max(1.0, sum(read.num_bytes for read in reads) / seconds)
             prompt_token_s = stats.prompt_token_s or PROMPT_TOKEN_S
-        num_bytes = num_tokens * info.kv_block_bytes // info.block_size
+        num_bytes = num_tokens * info.kv_block_bytes // info.block_size + info.state_bytes
         return is_transfer_faster(
             num_tokens, num_bytes, bytes_per_s=bytes_per_s, prompt_token_s=prompt_token_s
         )

@@ -143,6 +143,7 @@ def link_to(member: Member, details: WorkerDetails, key: FleetKey | None) -> Rem
         total_blocks=card.info.kv_cache_tokens // card.info.block_size,
         max_running=card.info.max_num_seqs,
         kv_block_bytes=card.info.kv_block_bytes,
+        state_bytes=card.info.state_bytes,
         lends_kv=card.info.lends_kv,
         reads_kv=card.info.reads_kv,
         identity=_identity(details),

@@ -44,6 +44,7 @@ class Stored(NamedTuple):
     adapter: str | None
     cache_salt: str | None
     tier: str
+    has_states: bool = False  # with recurrent layers, and no snapshot after these blocks yet
 
 
 class Removed(NamedTuple):
@@ -55,7 +56,15 @@ class Cleared(NamedTuple):
     tier: str
 
 
-Change = Stored | Removed | Cleared
+class Kept(NamedTuple):
+    """A snapshot of states after a block was kept, or is gone."""
+
+    key: bytes
+    tier: str
+    is_kept: bool
+
+
+Change = Stored | Removed | Cleared | Kept
 
 
 class _Block(msgspec.Struct, gc=False):
@@ -67,6 +76,7 @@ class _Block(msgspec.Struct, gc=False):
     token_ids: bytes  # uint32
     adapter: str | None
     cache_salt: str | None  # set in a sequence's first block
+    has_snapshot: bool | None = None  # None: there are no recurrent layers
 
 
 class BlockIndex:
@@ -89,6 +99,8 @@ class BlockIndex:
                 if block is not None and block.key == change.key:
                     del tier[name]
                     _remove(events, name, change.tier)
+            elif isinstance(change, Kept):
+                self._mark(events, change)
             else:
                 self._clear(events, change.tier)
         return events
@@ -119,6 +131,7 @@ class BlockIndex:
             name = block_name(key)
             if name not in blocks:
                 blocks[name] = block = _Block(key, parent, data[i * size : (i + 1) * size], adapter, salt)
+                block.has_snapshot = False if stored.has_states else None
                 run.append((name, block))
             elif run:
                 yield self._event(run, stored.tier)
@@ -126,6 +139,24 @@ class BlockIndex:
             parent, salt = name, None
         if run:
             yield self._event(run, stored.tier)
+
+    def _mark(self, events: list[KVEvent], change: Kept) -> None:
+        """Stores a block again, after which a prompt can or can no longer continue, unless the last event
+        has it."""
+        name, last = block_name(change.key), events[-1] if events else None
+        block = self.tiers.get(change.tier, {}).get(name)
+        if block is None or block.key != change.key or block.has_snapshot == change.is_kept:
+            return
+        block.has_snapshot = change.is_kept
+        if (
+            change.is_kept
+            and isinstance(last, BlockStored)
+            and last.medium == change.tier
+            and last.block_hashes[-1] == name
+        ):
+            last.snapshot_hashes = [*(last.snapshot_hashes or ()), name]
+        else:
+            events.append(self._event([(name, block)], change.tier))
 
     def _clear(self, events: list[KVEvent], tier: str) -> None:
         """Clears a tier. vLLM's event clears every tier, so it is sent only if all are empty."""
@@ -149,6 +180,7 @@ class BlockIndex:
             tier,
             first.adapter,
             extra,
+            None if first.has_snapshot is None else [name for name, block in run if block.has_snapshot],
         )
 
 
@@ -220,10 +252,15 @@ class KvEvents:
         adapter: str | None = None,
         cache_salt: str | None = None,
         tier: str = GPU,
+        has_states: bool = False,
     ) -> None:
         """Notes a run of consecutive blocks with all their tokens. `parent`: the key of the block before;
-        None at the start of a sequence."""
-        self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier))
+        None at the start of a sequence. `has_states`: there are recurrent layers."""
+        self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier, has_states))
+
+    def snapshot_kept(self, key: bytes, tier: str, is_kept: bool) -> None:
+        """Notes that a snapshot of states after a published block was kept, or is gone."""
+        self._changes.append(Kept(key, tier, is_kept))
 
     def removed(self, key: bytes, block: int) -> None:
         self.removed_below(key, GPU)

@@ -11,6 +11,7 @@ from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.errors import ConfigError
+from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.weights.source import resolve
 from tests.tiny_families import write_family
 
@@ -169,3 +170,27 @@ def test_kv_blocks_that_are_counted_leave_room_for_snapshots_beside_them(name, b
     core = build(name, num_gpu_blocks_override=10)
     stats = core.stats()
     assert stats.num_blocks == stats.num_free_blocks == 10 and stats.num_free_snapshots == 16
+
+
+@pytest.mark.parametrize("below", [{}, {"kv_host_bytes": 64 << 20, "kv_load_policy": "always"}], ids=str)
+def test_a_router_counts_what_an_engine_can_resume(below, build):
+    """Regression: blocks counted whose snapshot was evicted before them, or behind which no prompt goes on."""
+    runner = build("qwen3.5").ranks.runner
+    size = 40 * runner.cache.plan.block_bytes + runner.states.rows.nbytes + 4 * runner.states.plan.row_bytes
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    core = build("qwen3.5", kv_cache_memory_bytes=size, kv_events_config=events, **below)
+    index, rank, r = KvIndexer(16), WorkerRank("w"), random.Random(3)
+    known, counts = [numbers(70, 0)], []
+    for turn in range(40):
+        base = r.choice(known[-8:])
+        prompt = base[: r.choice((len(base), r.randrange(len(base))))] + numbers(15, turn)
+        for batch in core.events.drain():
+            for event in batch.events:
+                index.apply(rank, event)
+        found = index.find_matches(prompt[:-1]).get(rank, Overlap())
+        tokens, cached, prefill = ask(core, prompt[:400])
+        assert cached == 16 * (found.device + found.host), (turn, found, prefill)
+        known.append((prompt + tokens)[:380])
+        counts.append((found.device > 0, found.host > 0, prefill.get("recomputed", 0) > 0))
+    assert any(device for device, _, _ in counts) and any(again for _, _, again in counts)
+    assert any(host for _, host, _ in counts) == bool(below)

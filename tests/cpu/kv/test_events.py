@@ -208,7 +208,9 @@ def test_events_of_any_load_match_the_pool(seed, has_states):
     def check(view: View) -> None:
         cached = set(names(scheduler.blocks.pool.cached_keys()))
         if has_states:
-            assert set(names(scheduler.blocks.snapshots._found)) <= view.names() <= cached
+            kept = set(names(scheduler.blocks.snapshots._found))
+            assert kept <= view.names() <= cached
+            assert view.snapshots == {(kv_events.GPU, name) for name in kept}
         else:
             assert view.names() == cached
 

@@ -16,33 +16,43 @@ MEDIA = (GPU, CPU, STORAGE)
 class Oracle:
     """For each worker and medium its names, and the whole prefix of tokens that each name means."""
 
-    def __init__(self):
+    def __init__(self, with_states=()):
         self.names = {}
+        self.with_states, self.snapshots = with_states, {}  # (rank, medium) -> prefixes
 
-    def stored(self, rank, medium, name, prefix):
+    def stored(self, rank, medium, name, prefix, has_snapshot):
         self.names.setdefault((rank, medium), {})[name] = prefix
+        kept = self.snapshots.setdefault((rank, medium), set())
+        kept.add(prefix) if has_snapshot else kept.discard(prefix)
 
     def removed(self, rank, medium, name):
-        self.names.get((rank, medium), {}).pop(name, None)
+        names = self.names.get((rank, medium), {})
+        prefix = names.pop(name, None)
+        if prefix is not None and prefix not in names.values():
+            self.snapshots[rank, medium].discard(prefix)
 
     def cleared(self, rank):
         for medium in MEDIA:
             self.names.pop((rank, medium), None)
+            self.snapshots.pop((rank, medium), None)
 
     def find(self, rank, tokens, size):
-        found, seen = [], set()
+        found, seen, kept = [], set(), set()
         for medium in MEDIA:
             seen |= set(self.names.get((rank, medium), {}).values())
+            kept |= self.snapshots.get((rank, medium), set())
             depth = 0
             while (depth + 1) * size <= len(tokens) and tuple(tokens[: (depth + 1) * size]) in seen:
                 depth += 1
+            while rank in self.with_states and depth and tuple(tokens[: depth * size]) not in kept:
+                depth -= 1
             found.append(depth)
         return Overlap(found[0], found[1] - found[0], found[2] - found[1])
 
 
-def stored(tokens, names, parent=None, size=4, medium=GPU, salt=None, lora=None, extra=None):
+def stored(tokens, names, parent=None, size=4, medium=GPU, salt=None, lora=None, extra=None, kept=None):
     keys = extra or ([[{"type": "cache_salt", "salt": salt}]] + [None] * (len(names) - 1) if salt else None)
-    return BlockStored(names, parent, tokens, size, None, medium, lora, keys)
+    return BlockStored(names, parent, tokens, size, None, medium, lora, keys, kept)
 
 
 @pytest.mark.parametrize("media", [MEDIA[:1], MEDIA])
@@ -50,8 +60,8 @@ def test_a_storm_of_events_leaves_what_a_naive_oracle_has(media):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     r = random.Random(seed)
-    index, oracle = KvIndexer(block_size=4), Oracle()
     ranks = [WorkerRank(name, rank) for name in "abc" for rank in range(2)]
+    index, oracle = KvIndexer(block_size=4), Oracle(ranks[::3])  # some have recurrent layers
     sizes = {rank: r.choice((2, 4)) for rank in ranks}
     # Few tokens, so that prefixes meet.
     prompts = [[r.randrange(2) for _ in range(48)] for _ in range(12)]
@@ -83,10 +93,13 @@ def test_a_storm_of_events_leaves_what_a_naive_oracle_has(media):
                 prefix = tuple(tokens[: (number + 1) * size])
                 again = next((n for n, p in names.items() if p == prefix), None)
                 new.append(again if again is not None and r.random() < 0.8 else r.randrange(2**64))
-            index.apply(rank, stored(tokens[first * size : full * size], new, parent, size, medium))
+            kept = [name for name in new if r.random() < 0.4] if rank in oracle.with_states else None
+            index.apply(
+                rank, stored(tokens[first * size : full * size], new, parent, size, medium, kept=kept)
+            )
             for number, name in zip(range(first, full), new):
                 names[name] = tuple(tokens[: (number + 1) * size])
-                oracle.stored(rank, medium, name, names[name])
+                oracle.stored(rank, medium, name, names[name], name in (kept or ()))
         elif kind < 0.95 and names:
             gone = r.sample(list(names), min(len(names), r.randrange(1, 4)))
             index.apply(rank, BlockRemoved([*gone, r.randrange(2**64)], medium))
@@ -220,3 +233,18 @@ def test_masks_that_are_kept_once_are_bounded_and_counts_stay_right(monkeypatch)
         index.remove_worker(rank)
     assert len(index._tree._masks) <= 3
     assert index.find_chain(chain) == {rank: Overlap(n + 7) for n, rank in enumerate(ranks[6:])}
+
+
+def test_blocks_count_up_to_the_last_snapshot_of_a_worker_with_states():
+    """Regression: a block counted whose snapshot was evicted before it."""
+    index, tokens = KvIndexer(4), list(range(24))
+    index.apply(A, stored(tokens, list(range(6)), kept=[1, 4]))
+    index.apply(B, stored(tokens, list(range(6))))
+    assert index.find_matches(tokens) == {A: Overlap(5), B: Overlap(6)}
+    assert index.find_matches(tokens[:16] + [99] * 8) == {A: Overlap(2), B: Overlap(4)}
+    index.apply(A, stored(tokens[16:20], [4], parent=3, kept=[]))
+    assert index.find_matches(tokens)[A] == Overlap(2)
+    index.apply(A, stored(tokens[12:16], [3], parent=2, medium=CPU, kept=[3]))
+    assert index.find_matches(tokens)[A] == Overlap(2, 2)
+    index.apply(A, BlockRemoved([1], GPU))
+    assert index.find_matches(tokens)[B] == Overlap(6) and A not in index.find_matches(tokens)

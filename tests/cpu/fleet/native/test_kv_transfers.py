@@ -73,6 +73,9 @@ async def test_what_was_not_measured_yet_is_tried_and_what_was_slow_is_not_tried
     ):
         worker.stats = measured
         assert moves.is_faster(3_000, worker) is quicker
+    assert moves.is_faster(1_000, worker)
+    worker.info = replace(worker.info, state_bytes=2 * 10**9)
+    assert not moves.is_faster(1_000, worker)
 
 
 # A worker that drains
