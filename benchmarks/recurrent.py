@@ -18,7 +18,9 @@ import torch
 from kernels import BF16, COLD_BYTES, microseconds_of
 from matmul import copy_bandwidth
 
+from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import select_ops
+from shoal.kernels.recurrent.mixers import DeltaWeights, MambaWeights
 from shoal.kernels.recurrent.sequences import Sequences
 
 ON_GPU = torch.cuda.is_available()
@@ -86,32 +88,42 @@ def layer_of(model: Model, rows: int, tokens: int, state_dtype: torch.dtype) -> 
         inputs=randn(rows + 1, model.channels, 3),
         states=torch.zeros(rows + 1, model.heads, *shape, device=DEVICE, dtype=state_dtype),
         norm=torch.ones(model.value_dim, device=DEVICE),
+        norms=torch.ones(model.inner, device=DEVICE),
     )
 
 
 def run_layer(
     ops: Any, model: Model, layers: list[dict[str, Any]], sequences: Sequences, part: str, i: int
 ) -> None:
-    """`part`: what runs of a layer, conv, scan or norm, or "all"."""
+    """`part`: what runs of a layer, conv, scan or norm; "all": the mixer, which decodes fuse."""
     layer = layers[i]
     mixed, z = layer["x"].split((model.channels, model.inner), dim=1)
-    if part in ("all", "conv"):
-        convolved = ops.causal_conv(mixed, layer["weight"], None, True, layer["inputs"], sequences)
-        mixed = convolved if part == "all" else mixed
-    keys = model.keys * model.key_dim
     a, b = layer["gates"].chunk(2, dim=1)
     a_log, dt_bias, d = layer["numbers"]
-    out = z
-    if part in ("all", "scan") and model.op == "gated_delta":
+    memory, weight = LayerState(layer["inputs"], layer["states"]), layer["weight"]
+    if part == "all" and model.op == "gated_delta":
+        delta = DeltaWeights(weight, a_log, dt_bias, layer["norm"], 1e-6)
+        ops.delta_mixer(mixed, z, a, b, delta, memory, sequences)
+        return
+    limits = (0.0, float("inf"))
+    if part == "all":
+        mamba = MambaWeights(weight, None, a_log, d, dt_bias, limits, layer["norms"], 1e-6)
+        ops.mamba_mixer(mixed, z, a, mamba, memory, sequences)
+        return
+    if part == "conv":
+        ops.causal_conv(mixed, weight, None, True, layer["inputs"], sequences)
+    keys = model.keys * model.key_dim
+    if part == "scan" and model.op == "gated_delta":
         q, k, v = (x.unflatten(1, (-1, model.key_dim)) for x in mixed.split((keys, keys, model.inner), dim=1))
-        out = ops.gated_delta(q, k, v, a, b, a_log, dt_bias, layer["states"], sequences).flatten(1)
-    elif part in ("all", "scan"):
+        ops.gated_delta(q, k, v, a, b, a_log, dt_bias, layer["states"], sequences)
+    elif part == "scan":
         x, b, c = mixed.split((model.inner, keys, keys), dim=1)
         b, c = (y.unflatten(1, (model.keys, -1)) for y in (b, c))
-        x, limits = x.unflatten(1, (model.heads, -1)), (0.0, float("inf"))
-        out = ops.mamba2(x, a, b, c, a_log, d, dt_bias, limits, layer["states"], sequences).flatten(1)
-    if part in ("all", "norm"):
-        ops.gated_norm(out, z, layer["norm"], 1e-6, model.value_dim, model.op == "mamba2")
+        x = x.unflatten(1, (model.heads, -1))
+        ops.mamba2(x, a, b, c, a_log, d, dt_bias, limits, layer["states"], sequences)
+    if part == "norm":
+        size, gate_first = model.value_dim, model.op == "mamba2"
+        ops.gated_norm(z, z, layer["norm"], 1e-6, size, gate_first)
 
 
 def main() -> None:
@@ -140,7 +152,7 @@ def main() -> None:
             each = ", ".join(f"{part} {us:.1f}" for part, us in parts.items() if part != "all")
             rate = f"{parts['all'] / tokens:8.2f} us a token"
             if tokens == 1 and ON_GPU:
-                rate = f"{moved / parts['scan'] / bandwidth:4.0%} of a copy"
+                rate = f"{moved / parts['all'] / bandwidth:4.0%} of a copy"
             print(f"{name:13} {count:4} x {tokens:5} {parts['all']:10.1f} us ({each})  {rate}", flush=True)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from shoal.kernels.layer_cache import LayerState
+from shoal.kernels.recurrent import reference
+from shoal.kernels.recurrent.mixers import DeltaWeights, MambaWeights, delta_in_parts, mamba_in_parts
 from shoal.kernels.recurrent.sequences import Sequences
 
 DELTA_WIDTH, MAMBA_WIDTH = 4, 3
@@ -26,6 +30,7 @@ class Heads:
 STEPS = {
     "one decode": ([(2, 7, 1)], 1),
     "decodes with padding and beginnings": ([(3, 5, 1), (-1, -1, 1), (0, 0, 1), (1, 900, 1)], 4),
+    "decodes in some places": ([(5, 11, 1), (2, 3, 1), (-1, -1, 0), (-1, -1, 0)], 4),
     "one prompt": ([(1, 0, 70)], 0),
     "prompts of all lengths": ([(4, 0, 1), (0, 64, 64), (2, 0, 65), (1, 3, 129), (3, 17, 2)], 0),
     "decodes beside prompts": ([(5, 11, 1), (0, 2, 1), (2, 0, 31), (4, 100, 40)], 2),
@@ -136,3 +141,88 @@ def compare(ours: Any, oracle: Any, inputs: dict[str, Any], state: str, **tolera
     torch.testing.assert_close(got[:used][real_T], want[:used][real_T], **tolerance)
     torch.testing.assert_close(mine[state][:-1], theirs[state][:-1], **tolerance)
     assert torch.equal(memory[:, 0], inputs[state]) and torch.equal(memory[:, 2], inputs[state])
+
+
+def delta_mixer_inputs(
+    sequences: Sequences, rows: int, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype
+) -> dict[str, Any]:
+    inputs = delta_inputs(sequences, rows, heads, dtype, state_dtype)
+    inner, channels = (
+        heads.heads * heads.value_dim,
+        2 * heads.keys * heads.key_dim + heads.heads * heads.value_dim,
+    )
+    conv = conv_inputs(sequences, rows, channels, DELTA_WIDTH, False, dtype)
+    device = str(sequences.rows_S.device)
+    return dict(
+        qkv_TC=conv["x_TC"],
+        z_TX=torch.randn(len(conv["x_TC"]), inner + 3, device=device).to(dtype)[:, 3:],
+        a_TH=inputs["a_TH"],
+        b_TH=inputs["b_TH"],
+        weights=DeltaWeights(
+            conv["weight_CW"],
+            inputs["a_log_H"],
+            inputs["dt_bias_H"],
+            torch.randn(heads.value_dim, device=device),
+            1e-6,
+        ),
+        memory=LayerState(conv["inputs_RCW"], inputs["states_RHNV"]),
+        sequences=sequences,
+    )
+
+
+def mamba_mixer_inputs(
+    sequences: Sequences, rows: int, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype
+) -> dict[str, Any]:
+    inputs = mamba_inputs(sequences, rows, heads, dtype, state_dtype)
+    inner, channels = (
+        heads.heads * heads.value_dim,
+        2 * heads.keys * heads.key_dim + heads.heads * heads.value_dim,
+    )
+    conv = conv_inputs(sequences, rows, channels, MAMBA_WIDTH, True, dtype)
+    device = str(sequences.rows_S.device)
+    return dict(
+        xbc_TC=conv["x_TC"],
+        z_TX=torch.randn(len(conv["x_TC"]), inner + 3, device=device).to(dtype)[:, 3:],
+        dt_TH=inputs["dt_TH"],
+        weights=MambaWeights(
+            conv["weight_CW"],
+            conv["bias_C"],
+            inputs["a_log_H"],
+            inputs["d_H"],
+            inputs["dt_bias_H"],
+            inputs["limits"],
+            torch.randn(inner, device=device).to(dtype),
+            1e-6,
+        ),
+        memory=LayerState(conv["inputs_RCW"], inputs["states_RHVN"]),
+        sequences=sequences,
+    )
+
+
+MIXERS = {
+    "delta_mixer": (
+        delta_mixer_inputs,
+        partial(delta_in_parts, (reference.causal_conv, reference.gated_delta, reference.gated_norm)),
+    ),
+    "mamba_mixer": (
+        mamba_mixer_inputs,
+        partial(mamba_in_parts, (reference.causal_conv, reference.mamba2, reference.gated_norm)),
+    ),
+}
+
+
+def compare_mixers(ours: Any, oracle: Any, inputs: dict[str, Any], **tolerance: float) -> None:
+    """As `compare`, for both states of a layer."""
+    sequences, memory = inputs["sequences"], inputs["memory"]
+    assert memory.state_R is not None
+    theirs = LayerState(memory.conv_RCW.clone(), memory.state_R.clone())
+    want = oracle(**{**inputs, "memory": theirs})
+    for _ in range(2):  # the first call leaves the counters as the second one needs them
+        mine = LayerState(memory.conv_RCW.clone(), memory.state_R.clone())
+        got = ours(**{**inputs, "memory": mine})
+        used = int(sequences.starts_S[-1])
+        real_T = sequences.positions_T[:used] >= 0
+        torch.testing.assert_close(got[:used][real_T], want[:used][real_T], **tolerance)
+        for got_state, want_state in ((mine.conv_RCW, theirs.conv_RCW), (mine.state_R, theirs.state_R)):
+            assert got_state is not None and want_state is not None
+            torch.testing.assert_close(got_state[:-1], want_state[:-1], **tolerance)

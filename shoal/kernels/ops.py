@@ -14,8 +14,9 @@ from typing import Protocol, cast
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.layer_cache import LayerCache, LayerState
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
+from shoal.kernels.recurrent.mixers import DeltaWeights, MambaWeights
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.sampling.row_options import RowOptions
 from shoal.kinds.attention import QueryScaling
@@ -233,6 +234,27 @@ class Ops(Protocol):
         eps: float,
         size: int,
         gate_first: bool,
+    ) -> torch.Tensor: ...
+
+    def delta_mixer(
+        self,
+        qkv_TC: torch.Tensor,
+        z_TX: torch.Tensor,
+        a_TH: torch.Tensor,
+        b_TH: torch.Tensor,
+        weights: DeltaWeights,
+        memory: LayerState,
+        sequences: Sequences,
+    ) -> torch.Tensor: ...
+
+    def mamba_mixer(
+        self,
+        xbc_TC: torch.Tensor,
+        z_TX: torch.Tensor,
+        dt_TH: torch.Tensor,
+        weights: MambaWeights,
+        memory: LayerState,
+        sequences: Sequences,
     ) -> torch.Tensor: ...
 
     def apply_updates(self, state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None: ...

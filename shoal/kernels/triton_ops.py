@@ -9,8 +9,10 @@ from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
 from shoal.kernels.recurrent.conv import causal_conv
 from shoal.kernels.recurrent.delta import gated_delta
+from shoal.kernels.recurrent.delta_decode import delta_mixer
 from shoal.kernels.recurrent.gated_norm import gated_norm
 from shoal.kernels.recurrent.mamba import mamba2
+from shoal.kernels.recurrent.mamba_decode import mamba_mixer
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.allowed_tokens_triton import keep_allowed
 from shoal.kernels.sampling.bad_words_triton import ban_words
@@ -34,6 +36,7 @@ __all__ = [
     "causal_conv",
     "copy_ints",
     "copy_rows",
+    "delta_mixer",
     "embed",
     "gate_mul",
     "gate_output",
@@ -48,6 +51,7 @@ __all__ = [
     "linear_gated",
     "locate_rows",
     "mamba2",
+    "mamba_mixer",
     "moe",
     "penalize",
     "put_samples",

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.mixers import DeltaWeights
 from shoal.kinds.recurrent import DeltaKind
 from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
@@ -21,11 +22,11 @@ from shoal.model_config import ModelConfig
 
 
 class DeltaNet(nn.Module):
-    """Shapes: T tokens, D hidden, C channels of q, k and v, K key heads and H value heads on this rank."""
+    """Shapes: T tokens, D hidden, C channels of q, k and v, H value heads, X numbers of all of them."""
 
     def __init__(self, config: ModelConfig, kind: DeltaKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.kind = ops, kind
+        self.ops = ops
         self.sizes = [size // tp.size for size in kind.part_sizes]
         q, k, v = kind.part_sizes
         self.in_proj_qkvz = Linear(
@@ -57,30 +58,16 @@ class DeltaNet(nn.Module):
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes and returns what Attention.forward does; `memory` is the layer's state."""
-        assert memory.state_R is not None
         normed_TD = norm.add(x_TD, residual_TD)
         qkvz, (b_TH, a_TH) = self.in_proj_qkvz(normed_TD), self.in_proj_ba(normed_TD).chunk(2, dim=1)
-        qkv_TC, z = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
-        sequences = sequences_of(step)
-        mixed_TC = self.ops.causal_conv(qkv_TC, self.conv1d.weight_CW, None, True, memory.conv_RCW, sequences)
-        q, k, v = mixed_TC.split(self.sizes, dim=1)
-        out_THV = self.ops.gated_delta(
-            q.unflatten(1, (-1, self.kind.key_dim)),
-            k.unflatten(1, (-1, self.kind.key_dim)),
-            v.unflatten(1, (-1, self.kind.value_dim)),
-            a_TH,
-            b_TH,
-            self.A_log.values_H,
-            self.dt_bias.values_H,
-            memory.state_R,
-            sequences,
+        qkv_TC, z_TX = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
+        weights = DeltaWeights(
+            self.conv1d.weight_CW, self.A_log.values_H, self.dt_bias.values_H, self.norm.weight, self.norm.eps
         )
-        out, residual = out_THV.flatten(1), residual_TD
-        if select_S is not None:
-            if len(select_S) == 0:
-                return None, residual_TD[:0]
-            out, z, residual = out[select_S], z[select_S], residual[select_S]
-        gated = self.ops.gated_norm(
-            out, z, self.norm.weight, self.norm.eps, self.kind.value_dim, gate_first=False
-        )
-        return self.out_proj.add_to(gated, residual), residual
+        gated_TX = self.ops.delta_mixer(qkv_TC, z_TX, a_TH, b_TH, weights, memory, sequences_of(step))
+        if select_S is None:
+            return self.out_proj.add_to(gated_TX, residual_TD), residual_TD
+        residual_SD = residual_TD[select_S]
+        if len(select_S) == 0:
+            return None, residual_SD
+        return self.out_proj.add_to(gated_TX[select_S], residual_SD), residual_SD

@@ -13,6 +13,7 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.mixers import MambaWeights, mamba_in_parts
 from shoal.kinds.recurrent import Mamba2Kind
 from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
@@ -82,45 +83,47 @@ class Mamba2(nn.Module):
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes and returns what Attention.forward does; `memory` is the layer's state."""
-        assert memory.state_R is not None
-        kind = self.kind
         projected, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
-        z, mixed_TC, dt_TH = projected.split(
+        z_TP, mixed_TC, dt_TH = projected.split(
             (self.sizes[0], sum(self.sizes), len(self.A_log.values_H)), dim=1
         )
-        sequences = sequences_of(step)
-        mixed_TC = self.ops.causal_conv(
-            mixed_TC, self.conv1d.weight_CW, self.conv1d.bias_C, True, memory.conv_RCW, sequences
-        )
-        x, b, c = mixed_TC.split(self.sizes, dim=1)
-        out_THV = self.ops.mamba2(
-            x.unflatten(1, (-1, kind.head_dim)),
-            dt_TH,
-            b.unflatten(1, (-1, kind.state_size)),
-            c.unflatten(1, (-1, kind.state_size)),
+        weights = MambaWeights(
+            self.conv1d.weight_CW,
+            self.conv1d.bias_C,
             self.A_log.values_H,
             self.D.values_H,
             self.dt_bias.values_H,
-            (kind.least_dt, kind.most_dt),
-            memory.state_R,
-            sequences,
+            (self.kind.least_dt, self.kind.most_dt),
+            self.norm.values_H,
+            self.eps,
         )
-        out = out_THV.flatten(1)
-        if select_S is not None:
-            if len(select_S) == 0:
-                return None, residual[:0]
-            out, z, residual = out[select_S], z[select_S], residual[select_S]
-        return self.out_proj.add_to(self._normed(out, z), residual), residual
+        if self.kind.num_groups % self.tp.size == 0:
+            gated_TP = self.ops.mamba_mixer(mixed_TC, z_TP, dt_TH, weights, memory, sequences_of(step))
+        else:
+            parts = self.ops.causal_conv, self.ops.mamba2, self._norm_over_ranks
+            gated_TP = mamba_in_parts(parts, mixed_TC, z_TP, dt_TH, weights, memory, sequences_of(step))
+        if select_S is None:
+            return self.out_proj.add_to(gated_TP, residual), residual
+        residual = residual[select_S]
+        if len(select_S) == 0:
+            return None, residual
+        return self.out_proj.add_to(gated_TP[select_S], residual), residual
 
-    def _normed(self, out_TP: torch.Tensor, z_TP: torch.Tensor) -> torch.Tensor:
-        """Gates and norms. A group that several ranks share is normed as one."""
-        num_groups, size = self.kind.num_groups, self.kind.inner_size // self.kind.num_groups
-        weight_P = self.norm.values_H
-        if num_groups % self.tp.size == 0:
-            return self.ops.gated_norm(out_TP, z_TP, weight_P, self.eps, size, gate_first=True)
+    def _norm_over_ranks(
+        self,
+        out_TP: torch.Tensor,
+        z_TP: torch.Tensor,
+        weight_P: torch.Tensor,
+        eps: float,
+        size: int,
+        gate_first: bool,
+    ) -> torch.Tensor:
+        """As the op gated_norm, for a group that several ranks share."""
+        assert gate_first
+        num_groups = self.kind.num_groups
         group = self.tp.rank * num_groups // self.tp.size
         gated_TP = out_TP.float() * F.silu(z_TP.float())
         squares_TG = torch.zeros(len(out_TP), num_groups, device=out_TP.device)
         squares_TG[:, group] = gated_TP.square().sum(1)
-        mean_T1 = self.tp.all_reduce(squares_TG)[:, group : group + 1] / size
-        return ((gated_TP * torch.rsqrt(mean_T1 + self.eps)).to(out_TP.dtype) * weight_P).to(out_TP.dtype)
+        mean_T1 = self.tp.all_reduce(squares_TG)[:, group : group + 1] / (self.kind.inner_size // num_groups)
+        return ((gated_TP * torch.rsqrt(mean_T1 + eps)).to(out_TP.dtype) * weight_P).to(out_TP.dtype)

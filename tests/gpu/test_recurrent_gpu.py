@@ -13,9 +13,11 @@ import torch
 from shoal.kernels import triton_ops
 from shoal.kernels.recurrent import reference
 from tests.recurrent_steps import (
+    MIXERS,
     STEPS,
     Heads,
     compare,
+    compare_mixers,
     conv_inputs,
     delta_inputs,
     make_sequences,
@@ -24,6 +26,7 @@ from tests.recurrent_steps import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS["long prompts"] = ([(0, 0, 1500), (1, 640, 700)], 0)
+STEPS["many decodes"] = ([(200 - i, i, 1) for i in range(200)], 200)
 TOLERANCES = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 STEP = pytest.mark.parametrize("step", STEPS)
 DTYPE = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -57,6 +60,28 @@ def test_state_spaces_equal_the_reference(step: str, model: str, dtype: torch.dt
     sequences, rows = make_sequences(step, spare_tokens=3, device="cuda")
     inputs = mamba_inputs(sequences, rows, MAMBA[model], dtype, torch.float32)
     compare(triton_ops.mamba2, reference.mamba2, inputs, "states_RHVN", **tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    "step", ["decodes with padding and beginnings", "decodes in some places", "many decodes"]
+)
+@DTYPE
+@pytest.mark.parametrize(
+    ("mixer", "heads"),
+    [
+        ("delta_mixer", DELTA),
+        ("delta_mixer", Heads(16, 48, 128, 128)),
+        *(("mamba_mixer", x) for x in MAMBA.values()),
+    ],
+    ids=str,
+)
+def test_mixers_equal_their_parts(step: str, mixer: str, heads: Heads, dtype: torch.dtype) -> None:
+    make_inputs, oracle = MIXERS[mixer]
+    sequences, rows = make_sequences(step, device="cuda")
+    for state_dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(sequences, rows, heads, dtype, state_dtype)
+        allowed = tolerance(dtype if state_dtype == torch.float32 else state_dtype)
+        compare_mixers(getattr(triton_ops, mixer), oracle, inputs, **allowed)
 
 
 @STEP

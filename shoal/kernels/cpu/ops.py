@@ -9,7 +9,7 @@ import torch
 
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
-from shoal.kernels.cpu.recurrent import causal_conv, gated_delta, gated_norm, mamba2
+from shoal.kernels.cpu.recurrent import causal_conv, delta_mixer, gated_delta, gated_norm, mamba2, mamba_mixer
 from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
@@ -37,6 +37,7 @@ __all__ = [
     "causal_conv",
     "copy_ints",
     "copy_rows",
+    "delta_mixer",
     "embed",
     "gate_mul",
     "gate_output",
@@ -51,6 +52,7 @@ __all__ = [
     "linear_gated",
     "locate_rows",
     "mamba2",
+    "mamba_mixer",
     "moe",
     "penalize",
     "put_samples",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import torch
 
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.recurrent import reference
+from shoal.kernels.recurrent.mixers import delta_in_parts, mamba_in_parts
 from shoal.kernels.recurrent.sequences import Sequences
 
 LIBRARY = cpu_build.load()
@@ -133,6 +135,10 @@ def gated_norm(
         out_TX.data_ptr(),
     )
     return out_TX
+
+
+delta_mixer = partial(delta_in_parts, (causal_conv, gated_delta, gated_norm))
+mamba_mixer = partial(mamba_in_parts, (causal_conv, mamba2, gated_norm))
 
 
 def _floats(*tensors: torch.Tensor) -> bool:

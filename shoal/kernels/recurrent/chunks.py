@@ -3,6 +3,8 @@ tokens, the state row of a sequence, and small functions of gates."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,14 @@ import triton.language as tl
 from shoal.kernels.rounding import cdiv
 
 CHUNK = 64  # tokens
+
+
+class RuleTiles(NamedTuple):
+    """Tile sizes of a kernel: numbers of a value in a program, its warps, stages of its pipeline."""
+
+    values: int
+    warps: int
+    stages: int
 
 
 def takes_chunks(dtype: torch.dtype) -> bool:

@@ -20,6 +20,7 @@ import triton.language as tl
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import (
     CHUNK,
+    RuleTiles,
     find_chunk,
     max_chunks,
     sigmoid,
@@ -30,11 +31,13 @@ from shoal.kernels.recurrent.chunks import (
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-COLUMNS = 32  # a program has this part of a state: a head of 128 x 128 keeps four processors busy
+TOKEN_TILES = RuleTiles(32, 4, 1)  # a head of 128 x 128 keeps four processors busy
+CHUNK_TILES = RuleTiles(32, 8, 3)
+SCAN_TILES = RuleTiles(32, 4, 2)
 
 
 @triton.jit
-def _normed(x):
+def normed(x):
     return x * tl.rsqrt(tl.sum(x * x, axis=len(x.shape) - 1, keep_dims=True) + 1e-6)
 
 
@@ -82,8 +85,8 @@ def _delta_token_kernel(
     keys = head // SHARED * N + n
     for i in range(last - first):
         token = first.to(tl.int64) + i
-        q = _normed(tl.load(q_ptr + token * stride_q + keys, mask=n < N, other=0.0).to(tl.float32))
-        k = _normed(tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0).to(tl.float32))
+        q = normed(tl.load(q_ptr + token * stride_q + keys, mask=n < N, other=0.0).to(tl.float32))
+        k = normed(tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0).to(tl.float32))
         v = tl.load(v_ptr + token * stride_v + head * V + c, mask=c < V, other=0.0).to(tl.float32)
         gate = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
         beta = sigmoid(tl.load(b_ptr + token * stride_b + head).to(tl.float32))
@@ -167,7 +170,7 @@ def _delta_chunk_kernel(
         dtype = v_ptr.dtype.element_ty
         normed_at = token[:, None] * (H // SHARED * N) + keys
         k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
-        k = _normed(k).to(dtype)
+        k = normed(k).to(dtype)
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         gate = tl.load(a_ptr + token * stride_a + head, mask=real, other=0.0).to(tl.float32)
         gate = softplus(gate + tl.load(dt_bias_ptr + head).to(tl.float32))
@@ -175,7 +178,7 @@ def _delta_chunk_kernel(
         tl.store(logs_ptr + token * H + head, logs, mask=real)
         decay = tl.exp(tl.minimum(logs[:, None] - logs[None, :], 0.0))
         q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
-        q = (_normed(q) * (N**-0.5)).to(dtype)
+        q = (normed(q) * (N**-0.5)).to(dtype)
         if head % SHARED == 0:
             tl.store(normed_q_ptr + normed_at, q, mask=key_mask)
             tl.store(normed_k_ptr + normed_at, k, mask=key_mask)
@@ -192,7 +195,7 @@ def _delta_chunk_kernel(
         # Keys and beta are read again, as the inverse needs the registers.
         beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
         k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
-        k = _normed(k)
+        k = normed(k)
         weighted = (k * (beta * tl.exp(logs))[:, None]).to(dtype)
         y = tl.dot(inverse, weighted).to(dtype)
         tl.store(y_ptr + (token[:, None] * H + head) * N + n[None, :], y, mask=key_mask)
@@ -295,8 +298,9 @@ def gated_delta(
     num_seqs = len(sequences.rows_S)
     by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) else num_seqs
     prompts = num_seqs - by_token
-    block = min(next_power_of_2(columns), COLUMNS)
+    whole = next_power_of_2(columns)
     if by_token:
+        block = min(whole, TOKEN_TILES.values)
         _delta_token_kernel[(by_token, heads, cdiv(columns, block))](
             *inputs,
             *memory,
@@ -306,12 +310,12 @@ def gated_delta(
             **sizes,
             BLOCK_N=next_power_of_2(size),
             BLOCK_V=block,
-            num_warps=4,
+            num_warps=TOKEN_TILES.warps,
             **pdl_options(),
         )
     if not prompts or not num_tokens:
         return out_THV
-    block_n, block = max(next_power_of_2(size), 16), max(block, 16)
+    block_n, whole = max(next_power_of_2(size), 16), max(whole, 16)
     normed_q, normed_k = new(num_tokens, num_keys, size), new(num_tokens, num_keys, size)
     logs_TH = new((num_tokens, heads), dtype=torch.float32)
     scores_THL, u_THV, y_THN = (new(num_tokens, heads, last) for last in (CHUNK, columns, size))
@@ -329,12 +333,14 @@ def gated_delta(
         prompts,
         **sizes,
         BLOCK_N=block_n,
-        BLOCK_V=min(max(next_power_of_2(columns), 16), 32),
+        BLOCK_V=min(whole, CHUNK_TILES.values),
         BLOCK_S=next_power_of_2(prompts),
         L=CHUNK,
-        num_warps=8,
+        num_warps=CHUNK_TILES.warps,
+        num_stages=CHUNK_TILES.stages,
         **pdl_options(),
     )
+    block = min(whole, SCAN_TILES.values)
     _delta_scan_kernel[(prompts, heads, cdiv(columns, block))](
         normed_q,
         normed_k,
@@ -350,8 +356,8 @@ def gated_delta(
         BLOCK_N=block_n,
         BLOCK_V=block,
         L=CHUNK,
-        num_warps=4,
-        num_stages=2,
+        num_warps=SCAN_TILES.warps,
+        num_stages=SCAN_TILES.stages,
         **pdl_options(),
     )
     return out_THV

@@ -14,6 +14,21 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 ELEMENTS = 1024  # a program has as many, where parts are smaller
 
 
+@triton.jit
+def norm_and_gate(x, gate, weight, eps, SIZE: tl.constexpr, GATE_FIRST: tl.constexpr):
+    """Returns the rows of x, parts of SIZE numbers, normed, weighted and gated. The gate is in float32."""
+    gate *= sigmoid(gate)
+    x32 = x.to(tl.float32)
+    if GATE_FIRST:
+        x32 *= gate
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / SIZE + eps)
+    normed = (x32 * scale[:, None]).to(x.dtype).to(tl.float32)
+    weighted = (normed * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
+    if not GATE_FIRST:
+        weighted *= gate
+    return weighted.to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x_ptr,
@@ -41,16 +56,8 @@ def _gated_norm_kernel(
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + token * stride_x + column, mask=mask, other=0.0)
     gate = tl.load(gate_ptr + token * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
-    gate *= sigmoid(gate)
-    x32 = x.to(tl.float32)
-    if GATE_FIRST:
-        x32 *= gate
-    scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / SIZE + eps)
-    normed = (x32 * scale[:, None]).to(x.dtype).to(tl.float32)
-    weighted = (normed * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
-    if not GATE_FIRST:
-        weighted *= gate
-    tl.store(out_ptr + token * (PARTS * SIZE) + column, weighted.to(x.dtype), mask=mask)
+    gated = norm_and_gate(x, gate, weight, eps, SIZE, GATE_FIRST)
+    tl.store(out_ptr + token * (PARTS * SIZE) + column, gated, mask=mask)
 
 
 def gated_norm(

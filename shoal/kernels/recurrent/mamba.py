@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
-from shoal.kernels.recurrent.chunks import CHUNK, softplus, state_row, takes_chunks
+from shoal.kernels.recurrent.chunks import CHUNK, RuleTiles, softplus, state_row, takes_chunks
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-ROWS = 32  # a program has this part of a state
+TOKEN_TILES = RuleTiles(32, 4, 1)
+SCAN_TILES = RuleTiles(32, 8, 2)
 
 
 @triton.jit(do_not_specialize=["spare_row"])
@@ -181,13 +182,14 @@ def mamba2(
     by_token = sequences.num_decodes if takes_chunks(x_THV.dtype) else num_seqs
     prompts = num_seqs - by_token
     sizes = dict(H=heads, SHARED=heads // groups, N=size, V=rows)
-    block_n, block = next_power_of_2(size), min(next_power_of_2(rows), ROWS)
+    block_n, whole = next_power_of_2(size), next_power_of_2(rows)
     if by_token:
+        block = min(whole, TOKEN_TILES.values)
         _mamba_token_kernel[(by_token, heads, cdiv(rows, block))](
-            *arguments, **sizes, BLOCK_N=block_n, BLOCK_V=block, num_warps=4, **pdl_options()
+            *arguments, **sizes, BLOCK_N=block_n, BLOCK_V=block, num_warps=TOKEN_TILES.warps, **pdl_options()
         )
     if prompts and num_tokens:
-        block_n, block = max(block_n, 16), max(block, 16)
+        block_n, block = max(block_n, 16), max(min(whole, SCAN_TILES.values), 16)
         _mamba_scan_kernel[(prompts, heads, cdiv(rows, block))](
             *arguments,
             by_token,
@@ -195,8 +197,8 @@ def mamba2(
             BLOCK_N=block_n,
             BLOCK_V=block,
             L=CHUNK,
-            num_warps=8,
-            num_stages=2,
+            num_warps=SCAN_TILES.warps,
+            num_stages=SCAN_TILES.stages,
             **pdl_options(),
         )
     return out_THV

@@ -8,7 +8,7 @@ import torch
 from triton_compile import check_kernels
 
 from shoal.kernels import triton_ops
-from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, make_sequences, mamba_inputs
+from tests.recurrent_steps import MIXERS, Heads, conv_inputs, delta_inputs, make_sequences, mamba_inputs
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
 BF16 = torch.bfloat16
@@ -29,6 +29,19 @@ for op, models in (("gated_delta", DELTA), ("mamba2", MAMBA)):
         for dtype, state_dtype in ((BF16, torch.float32), (BF16, BF16), (torch.float32, torch.float32)):
             LAUNCHES[f"{op} {name} {dtype} {state_dtype}"] = lambda case=(op, heads, dtype, state_dtype): (
                 launch(*case)
+            )
+
+
+def mix(mixer: str, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    sequences, rows = make_sequences("decodes with padding and beginnings")
+    getattr(triton_ops, mixer)(**MIXERS[mixer][0](sequences, rows, heads, dtype, state_dtype))
+
+
+for mixer, models in (("delta_mixer", DELTA), ("mamba_mixer", MAMBA)):
+    for name, heads in models.items():
+        for dtype, state_dtype in ((BF16, torch.float32), (BF16, BF16), (torch.float32, torch.float32)):
+            LAUNCHES[f"{mixer} {name} {dtype} {state_dtype}"] = (
+                lambda case=(mixer, heads, dtype, state_dtype): mix(*case)
             )
 
 

@@ -10,9 +10,11 @@ import torch
 from shoal.kernels import triton_ops
 from shoal.kernels.recurrent import delta, mamba, reference
 from tests.recurrent_steps import (
+    MIXERS,
     STEPS,
     Heads,
     compare,
+    compare_mixers,
     conv_inputs,
     delta_inputs,
     make_sequences,
@@ -74,6 +76,18 @@ def test_state_spaces_equal_the_reference(
     sequences, rows = make_sequences(step, spare_tokens=2)
     inputs = mamba_inputs(sequences, rows, heads, torch.float32, torch.float32)
     compare(triton_ops.mamba2, reference.mamba2, inputs, "states_RHVN", **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "step", ["decodes with padding and beginnings", "decodes in some places", "decodes beside prompts"]
+)
+@pytest.mark.parametrize("heads", [Heads(2, 2, 20, 37), Heads(1, 3, 8, 12)], ids=str)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_mixers_equal_their_parts(step: str, heads: Heads, mixer: str) -> None:
+    make_inputs, oracle = MIXERS[mixer]
+    sequences, rows = make_sequences(step)
+    inputs = make_inputs(sequences, rows, heads, torch.float32, torch.float32)
+    compare_mixers(getattr(triton_ops, mixer), oracle, inputs, **CLOSE)
 
 
 def test_half_precision_and_open_limits() -> None:

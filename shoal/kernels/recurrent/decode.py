@@ -1,0 +1,69 @@
+"""Functions that the fused decode kernels of recurrent layers share: the convolution of one token, and the
+arrival of programs that read the same inputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shoal.kernels.recurrent.chunks import sigmoid
+
+MAX_ARRIVALS = 1 << 17  # sequences of a launch times their key heads or groups
+
+
+@triton.jit
+def apart(x, axis: tl.constexpr):
+    """Returns the vector, which is used along `axis` of a state, unchanged. Otherwise Triton would compute it
+    in the layout of the state, in which a thread has many rows or columns, and each in all other threads."""
+    return tl.sum(tl.expand_dims(x, axis), axis=axis)
+
+
+@triton.jit
+def earlier_inputs(inputs_ptr, weight_ptr, channels, mask, goes_on, W):
+    """Returns the inputs of channels before the token, the oldest first, and the weights of all taps. Both
+    may be read before earlier kernels of the step are done."""
+    earlier = ()
+    weights = ()
+    for tap in tl.static_range(W - 1):
+        at = inputs_ptr + channels * (W - 1) + tap
+        earlier += (tl.load(at, mask=mask & goes_on, other=0.0, cache_modifier=".cg"),)
+    for tap in tl.static_range(W):
+        weights += (tl.load(weight_ptr + channels * W + tap, mask=mask, other=0.0),)
+    return earlier, weights
+
+
+@triton.jit
+def convolve(token_ptr, bias_ptr, earlier, weights, channels, mask, W: tl.constexpr):
+    """Returns silu(convolution) of a token's channels, rounded to its type, and the token's inputs."""
+    x = tl.load(token_ptr + channels, mask=mask, other=0.0)
+    sums = x.to(tl.float32) * weights[W - 1].to(tl.float32)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(W - 1):
+        sums += earlier[tap].to(tl.float32) * weights[tap].to(tl.float32)
+    return (sums * sigmoid(sums)).to(x.dtype).to(tl.float32), x
+
+
+@triton.jit
+def keep_inputs(inputs_ptr, earlier, x, channels, mask, W: tl.constexpr):
+    """Writes the inputs that the next token's convolution takes. All threads that read the old ones must be
+    done."""
+    at = inputs_ptr + channels * (W - 1)
+    for tap in tl.static_range(W - 2):
+        tl.store(at + tap, earlier[tap + 1], mask=mask)
+    tl.store(at + W - 2, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def arrives_last(arrived_ptr, COUNT: tl.constexpr):
+    """Says if this is the last of COUNT programs to arrive, after which the counter is 0 again. What the
+    others wrote before is visible then, and none of them reads what is written from now on."""
+    tl.debug_barrier()
+    if COUNT == 1:
+        is_last = True
+    else:
+        is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == COUNT - 1
+        if is_last:
+            tl.store(arrived_ptr, 0)
+        tl.debug_barrier()
+    return is_last
