@@ -12,7 +12,7 @@ import gguf
 import torch
 from safetensors.torch import load_file
 
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj\.weight)")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj\.weight|w\d\.weight)")
 # From a tensor's name, the tensor and the config to the tensors of the file that hold it, by name
 Convert = Callable[[str, torch.Tensor, dict], dict[str, torch.Tensor]]
 
@@ -32,9 +32,11 @@ def write(
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    eps = ("norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+    writer.add_layer_norm_rms_eps(next(config[key] for key in eps if key in config))
     writer.add_vocab_size(config["vocab_size"])
     writer.add_token_list([f"token {i} \u00e9" for i in range(config["vocab_size"])])
     writer.add_token_scores([float(i) for i in range(config["vocab_size"])])
@@ -44,7 +46,7 @@ def write(
     names = gguf.get_tensor_name_map(numbers[architecture], config["num_hidden_layers"])
     for name, tensor in stacked(load_file(folder / "model.safetensors")).items():
         for own, part in (convert(name, tensor, config) if convert else {name: tensor}).items():
-            number = gguf.GGMLQuantizationType["F32" if part.dim() == 1 else kind]
+            number = gguf.GGMLQuantizationType["F32" if part.dim() == 1 or part.shape[-1] % 32 else kind]
             stored = own if own.startswith("blk.") else names.get_name(own, try_suffixes=(".weight", ".bias"))
             if stored is None and own.endswith("e_score_correction_bias"):
                 stored = names.get_name(own.removesuffix("_bias"), try_suffixes=()) + ".bias"

@@ -41,6 +41,11 @@ class GGUFNames:
     others: Mapping[str, str | Mapping[int, str]] = field(default_factory=dict)
     # whether the rows of q and k lie in the order of interleaved rotary pairs
     interleaved: bool = False
+    also_named: tuple[str, ...] = ()  # other values of general.architecture
+    # for models with recurrent layers: a tensor's name within its layer -> the type of layers that have it
+    layers: Mapping[str, str] = field(default_factory=dict)
+    # whether value heads lie one of each key head after another
+    moves_value_heads: bool = False
 
 
 def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

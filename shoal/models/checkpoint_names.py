@@ -125,6 +125,11 @@ def _parts(
     if stack.interleaved:
         count = shape[outs] // total
     unit, dim = shape[outs] // (count * total), outs - int(by_expert)
+
+    def rows_of_runs(rows: slice) -> list[int]:
+        starts = range(0, shape[outs], unit * total)
+        return [start + row for start in starts for row in range(rows.start, rows.stop)]
+
     for expert in range(shape[0]) if by_expert else (None,):
         for i, part in enumerate(stack.parts):
             own, start = list(shape[int(by_expert) :]), unit * sum(shares[:i])
@@ -135,8 +140,10 @@ def _parts(
 
             def take(tensor: torch.Tensor, expert: int | None = expert, rows: slice = rows) -> torch.Tensor:
                 matrix = tensor if expert is None else tensor[expert]
-                if count == 1:  # a GGUF file's matrix has slices of rows alone
-                    matrix = matrix[:, rows] if dim else matrix[rows]
+                if dim == 0:  # packed matrices can be cut by rows alone
+                    matrix = matrix[rows] if count == 1 else matrix[rows_of_runs(rows)]
+                elif count == 1:
+                    matrix = matrix[:, rows]
                 else:
                     in_runs = matrix.unflatten(dim, (count, -1)).movedim(dim + 1, 0)[rows]
                     matrix = in_runs.movedim(0, dim + 1).flatten(dim, dim + 1)

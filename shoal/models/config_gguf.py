@@ -11,6 +11,7 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import AttentionKind, ModelConfig
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
 from shoal.models.config_layers import FULL, SLIDING
@@ -22,16 +23,18 @@ KEYS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
+    "nextn_predict_layers": "num_nextn_predict_layers",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def config_from_gguf(
     metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     where: str,
     rope_factors: tuple[float, ...] = (),
     longrope: tuple[tuple[float, ...], tuple[float, ...]] = ((), ()),
@@ -39,14 +42,54 @@ def config_from_gguf(
     """`shapes` belong to the file's tensors; vocabulary, tied head and biases follow from them. `longrope`:
     its short and long factors. `where` names the file in errors. Raises CheckpointError for what is missing,
     impossible or not supported."""
+    architecture, names, values = _architecture(metadata, where)
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(
+            f"{where}: the tensor token_embd.weight is missing; the file is incomplete or not a "
+            "language model"
+        )
+    config = _shared_fields(values, names, where)
+    if names.layers:
+        config["layer_types"] = _layers_by_tensors(shapes, names, config, where)
+    elif architecture.layer_types is not None:
+        config |= _gguf_layer_types(values)
+    config |= {
+        **names.values,
+        "architectures": [architecture.hf_class],
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": _gguf_rope(values, longrope, where),
+        "use_qk_norm": _some_layer_has(shapes, "attn_q_norm.weight"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _gguf_eos(metadata, where),
+    }
+    config |= _head_dims(values, config, "partial_rotary_factor" in architecture.defaults, where)
+    if names.derived is not None:
+        config |= names.derived(ConfigFields(config, where))
+    parsed = _with_factors(config_from_json(config, where), rope_factors, where)
+    if parsed.norm == "zero_centred":  # llama.cpp's converter adds the 1
+        parsed = replace(parsed, norm="float32")
+    if architecture.layer_types is None and isinstance(parsed.attention, AttentionKind):
+        window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
+        parsed = parsed.with_attention(window=window)
+    return replace(
+        parsed,
+        qkv_bias=_some_layer_has(shapes, "attn_q.bias"),
+        o_bias=_some_layer_has(shapes, "attn_output.bias"),
+        mlp_bias=_some_layer_has(shapes, "ffn_gate.bias"),
+    )
+
+
+def _architecture(metadata: Mapping[str, Any], where: str) -> tuple[Architecture, GGUFNames, dict[str, Any]]:
+    """The architecture, its names in the file that was opened, and its keys without their prefix."""
     name = metadata.get("general.architecture")
     architecture = BY_GGUF.get(name) if isinstance(name, str) else None
     if architecture is None or architecture.gguf is None:
         raise CheckpointError(
             f"{where}: GGUF architecture {name!r:.80} is not supported; these are: {', '.join(BY_GGUF)}"
         )
-    names = architecture.gguf
-    prefix = f"{names.architecture}."
+    names, prefix = architecture.gguf, f"{name}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key, model in names.refused.items():
         if values.get(key):
@@ -56,68 +99,83 @@ def config_from_gguf(
             )
     for key, other in names.others.items():
         value: Any = values.get(key)
-        found = other if isinstance(other, str) else other.get(value)
+        found = other if isinstance(other, str) else other.get(value) if isinstance(value, int) else None
         if value and found is not None:
             architecture = BY_NAME[found]
-    keys = {**KEYS, **names.keys}
-    config = {key: values[own] for own, key in keys.items() if own in values}
-    per_layer = sorted(key for key, value in config.items() if isinstance(value, list))
-    if per_layer:
-        raise CheckpointError(f"{where}: {per_layer[0]} differs per layer, which is not supported")
-    embedding = shapes.get("token_embd.weight")
-    if embedding is None:
-        raise CheckpointError(
-            f"{where}: the tensor token_embd.weight is missing; the file is incomplete or not a "
-            "language model"
-        )
+    return architecture, names, values
+
+
+def _shared_fields(values: Mapping[str, Any], names: GGUFNames, where: str) -> dict[str, Any]:
+    """config.json's fields that keys stand for. A file counts the layers that draft among its blocks."""
+    config = {key: values[own] for own, key in {**KEYS, **names.keys}.items() if own in values}
+    for key, value in config.items():
+        if not isinstance(value, list):
+            continue
+        of_layers = [
+            number for number in value if number or not names.layers
+        ]  # 0: the layer has no such part
+        if not of_layers or any(number != of_layers[0] for number in of_layers):
+            raise CheckpointError(f"{where}: {key} differs per layer, which is not supported")
+        config[key] = of_layers[0]
+    fields = ConfigFields(config, where)
+    num_drafts = fields.count("num_nextn_predict_layers", 0, least=0)
+    return config | {
+        "num_hidden_layers": fields.count("num_hidden_layers") - num_drafts,
+        "num_nextn_predict_layers": num_drafts,
+    }
+
+
+def _layers_by_tensors(shapes: Shapes, names: GGUFNames, config: Mapping[str, Any], where: str) -> list[str]:
+    """The type of each layer. Files say it by keys that changed over time; their tensors did not."""
+    types = []
+    for i in range(ConfigFields(config, where).count("num_hidden_layers")):
+        found = next((kind for own, kind in names.layers.items() if f"blk.{i}.{own}" in shapes), None)
+        if found is None:
+            raise CheckpointError(
+                f"{where}: blk.{i} must have one of {', '.join(names.layers)}; the file is incomplete, fetch "
+                "it again"
+            )
+        types.append(found)
+    return types
+
+
+def _some_layer_has(shapes: Shapes, name: str) -> bool:
+    return any(own.startswith("blk.") and own.endswith(f".{name}") for own in shapes)
+
+
+def _head_dims(
+    values: Mapping[str, Any], config: Mapping[str, Any], partial: bool, where: str
+) -> dict[str, Any]:
+    """The size of a head, and which share of it is rotated. `partial`: the architecture may rotate a part."""
     rotated = values.get("rope.dimension_count")
-    partial = "partial_rotary_factor" in architecture.defaults
-    head_dim = values.get("attention.key_length", None if partial else rotated)
+    if values.get("rope.scaling.finetuned") is False:  # attention has no rope, and the count means nothing
+        return {"head_dim": values.get("attention.key_length")}
     if "attention.kv_lora_rank" in values:  # key_length is a latent's
-        head_dim = rotated
-    if rotated not in (None, head_dim) and not partial:
+        return {"head_dim": rotated}
+    head_dim = values.get("attention.key_length", None if partial else rotated)
+    if partial and rotated is not None:
+        given = ConfigFields({**config, "head_dim": head_dim}, where)
+        size = given.count("head_dim", given.count("hidden_size") // given.count("num_attention_heads"))
+        share = ConfigFields(values, where).count("rope.dimension_count") / size
+        return {"head_dim": head_dim, "partial_rotary_factor": share}
+    if rotated not in (None, head_dim):
         raise CheckpointError(
             f"{where}: rotates {rotated} of {head_dim} head dimensions; partial rotary embeddings are "
             "not supported"
         )
-    if architecture.layer_types is not None:
-        config |= _gguf_layer_types(values)
-    config |= {
-        **names.values,
-        "architectures": [architecture.hf_class],
-        "vocab_size": embedding[0],
-        "head_dim": head_dim,
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_parameters": _gguf_rope(values, longrope, where),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _gguf_eos(metadata, where),
-    }
-    if partial and rotated is not None:
-        given = ConfigFields(config, where)
-        size = given.count("head_dim", given.count("hidden_size") // given.count("num_attention_heads"))
-        config["partial_rotary_factor"] = ConfigFields(values, where).count("rope.dimension_count") / size
-    if names.derived is not None:
-        config |= names.derived(ConfigFields(config, where))
-    parsed = config_from_json(config, where)
-    if parsed.norm == "zero_centred":  # llama.cpp's converter adds the 1
-        parsed = replace(parsed, norm="float32")
-    rope, head_dim = parsed.attention.rope, parsed.attention.head_dim
-    if rope_factors and rope is not None:
-        if len(rope_factors) != head_dim // 2:
-            raise CheckpointError(
-                f"{where}: {len(rope_factors)} rope factors for head_dim {head_dim}; it needs half as many"
-            )
-        parsed = parsed.with_attention(rope=RopeConfig(rope.theta, "factors", factors=rope_factors))
-    if architecture.layer_types is None and isinstance(parsed.attention, AttentionKind):
-        window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
-        parsed = parsed.with_attention(window=window)
-    return replace(
-        parsed,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
-        o_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_gate.bias" in shapes,
-    )
+    return {"head_dim": head_dim}
+
+
+def _with_factors(config: ModelConfig, factors: tuple[float, ...], where: str) -> ModelConfig:
+    """Returns the config with a rope whose frequencies are divided by these, if there are any."""
+    rope, head_dim = config.attention.rope, config.attention.head_dim
+    if not factors or rope is None:
+        return config
+    if len(factors) != head_dim // 2:
+        raise CheckpointError(
+            f"{where}: {len(factors)} rope factors for head_dim {head_dim}; it needs half as many"
+        )
+    return config.with_attention(rope=RopeConfig(rope.theta, "factors", factors=factors))
 
 
 def _gguf_layer_types(values: Mapping[str, Any]) -> dict[str, Any]:

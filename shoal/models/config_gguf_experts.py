@@ -1,5 +1,4 @@
-"""Names in GGUF files of the mixtures that have shared experts, and whose last layers draft tokens: GLM and
-DeepSeek. No torch."""
+"""Names in GGUF files of mixtures that have shared experts: GLM and DeepSeek. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +13,6 @@ EXPERT_TENSORS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
-    # tensors that only layers which draft have; they are left out
-    **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-    "nextn.shared_head_head": "shared_head.head",
-    "nextn.shared_head_norm": "shared_head.norm",
 }
 EXPERT_KEYS = {
     "expert_count": "n_routed_experts",
@@ -29,7 +24,6 @@ EXPERT_KEYS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
-    "nextn_predict_layers": "num_nextn_predict_layers",
 }
 LATENT_TENSORS = {
     **EXPERT_TENSORS,
@@ -64,7 +58,6 @@ def latents(fields: ConfigFields) -> Mapping[str, Any]:
         rope["mscale"] = rope["mscale_all_dim"] = 10 * fields.number("yarn_log_multiplier")
     softmax = {"topk_method": "group_limited_greedy" if num_groups > 1 else "greedy"}
     return {
-        **without_draft_layers(fields),
         **({} if fields.get("expert_gating_func") == SIGMOID else softmax),
         "rope_parameters": rope,
         "q_lora_rank": fields.get("q_lora_rank"),
@@ -72,13 +65,4 @@ def latents(fields: ConfigFields) -> Mapping[str, Any]:
         "num_key_value_heads": fields.count("num_attention_heads"),
         "n_group": num_groups,
         "topk_group": fields.count("topk_group", 1),
-    }
-
-
-def without_draft_layers(fields: ConfigFields) -> Mapping[str, Any]:
-    """A file counts the layers that draft among its blocks."""
-    num_drafts = fields.count("num_nextn_predict_layers", 0, least=0)
-    return {
-        "num_hidden_layers": fields.count("num_hidden_layers") - num_drafts,
-        "num_nextn_predict_layers": num_drafts,
     }

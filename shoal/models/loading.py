@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quant.gguf_tensor import GGUFTensor
-from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor, RowwiseTensor
 from shoal.layers.experts import ExpertMatrix
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import MatrixLayer
@@ -130,8 +129,8 @@ def by_halves(tensor: CheckpointTensor, config: ModelConfig) -> CheckpointTensor
         in_head = torch.cat((rotated, rest))
         heads = torch.arange(stored.shape[0] // attention.head_dim, device="cpu") * attention.head_dim
         order = (heads[:, None] + in_head).flatten()
-        if isinstance(stored, GGUFTensor):
-            tensor.load(stored.take_rows(order.numpy()), name)
+        if isinstance(stored, RowwiseTensor):
+            tensor.load(stored.take_rows(order), name)
         else:
             plain = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
             tensor.load(plain[order.to(plain.device)], name)

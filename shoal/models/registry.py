@@ -93,5 +93,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}
 BY_GGUF = {
-    architecture.gguf.architecture: architecture for architecture in ARCHITECTURES if architecture.gguf
+    name: architecture
+    for architecture in ARCHITECTURES
+    if architecture.gguf is not None
+    for name in (architecture.gguf.architecture, *architecture.gguf.also_named)
 }

@@ -8,8 +8,9 @@ k in the order of interleaved rotary pairs; here they are put back.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,14 +20,20 @@ from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
-from shoal.models.checkpoint_names import split
+from shoal.models.checkpoint_names import Part, split
 from shoal.models.registry import BY_GGUF
 from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
 from shoal.weights.gguf_latents import joined, suffix_of, whole_name, whole_shape
+from shoal.weights.gguf_recurrent import by_key_heads, restored, take_rows
 
 # names that all architectures share; each adds its own (models/architecture.py)
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # of LFM2 in older files
+    "output": "lm_head",
+}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,77 +46,105 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",  # as llama.cpp's converter fuses them if asked
+    # tensors that only layers which draft have; they are left out
+    **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+)")
 Matrix = torch.Tensor | GGUFTensor | Mxfp4Tensor  # or a vector
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
+class Found(NamedTuple):
+    """A tensor under its checkpoint name. `read` makes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Matrix]
+
+
 def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, Matrix]]:
     """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
     place for."""
-    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
-    names, stored = _names(header), ARCHITECTURES[config.architecture].tensors
-    latents: dict[str, dict[str, list[Matrix]]] = {}
-    for info in header.tensors.values():
-        if info.name in ROPE_TENSORS:  # it is part of the config
-            continue
-        name = _hugging_face_name(info.name, names, header)
-        if (whole := whole_name(name)) is not None:
-            heads = [_view(data, matrix, header) for matrix in _experts(name, info, header)]
-            latents.setdefault(whole, {})[suffix_of(name)] = heads
-            if len(latents[whole]) == 2:
-                yield whole, joined(latents.pop(whole))
-            continue
-        if "{}" in name:
-            for expert, matrix in enumerate(_experts(name, info, header)):
-                yield name.format(expert), _view(data, matrix, header)
-            continue
-        tensor = _view(data, info, header)
-        if names.interleaved and (".q_proj." in name or ".k_proj." in name):
-            attention = config.attention
-            num_heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
-            tensor = _restore_rows(tensor, num_heads, attention.head_dim, info, header)
-        for part in split(name, tuple(tensor.shape), stored, config):
-            yield part.name, part.take(cast(torch.Tensor, tensor))  # a GGUFTensor has slices of rows, too
+    for found in _found(header, config):
+        yield found.name, found.read()
 
 
 def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, from the header alone. Raises CheckpointError for a tensor that this engine
     has no place for."""
+    return {found.name: found.shape for found in _found(header, config)}
+
+
+def _found(header: GGUFHeader, config: ModelConfig) -> Iterator[Found]:
+    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
     names, num_experts = _names(header), 0 if config.experts is None else config.experts.num_experts
-    stored = ARCHITECTURES[config.architecture].tensors
-    shapes: dict[str, tuple[int, ...]] = {}
-    latents: dict[str, dict[str, tuple[int, ...]]] = {}
+    latents: dict[str, dict[str, TensorInfo]] = {}
     for info in header.tensors.values():
-        if info.name in ROPE_TENSORS:
+        if info.name in ROPE_TENSORS:  # it is part of the config
             continue
-        name, shape = _hugging_face_name(info.name, names, header), info.shape
+        name = _hugging_face_name(info.name, names, header)
         if (whole := whole_name(name)) is not None:
-            if len(shape) != _stacked_dims(name):
-                raise CheckpointError(
-                    f"{header.path}: the tensor {info.name} has shape {list(shape)} instead of three numbers"
-                )
-            latents.setdefault(whole, {})[suffix_of(name)] = shape
+            _check_stack(name, info, header)
+            latents.setdefault(whole, {})[suffix_of(name)] = info
             if len(latents[whole]) == 2:
-                shapes[whole] = whole_shape(latents[whole])
-            continue
-        if "{}" in name:
-            if len(shape) != _stacked_dims(name) or shape[0] != num_experts:
-                raise CheckpointError(
-                    f"{header.path}: the tensor {info.name} has shape {list(shape)} "
-                    f"instead of [experts, out, in] for {num_experts} experts"
-                )
-            shape = shape[1:]
-        if info.kind not in PLAIN and len(shape) != 2:
+                yield _joined(whole, latents.pop(whole), data, header)
+        elif "{}" in name:
+            _check_stack(name, info, header, num_experts)
+            for expert, matrix in enumerate(_stacked(info)):
+                _check_matrix(matrix, header)
+                for own, part in _gate_and_up(name.format(expert), matrix, header):
+                    yield Found(own, part.shape, partial(_view, data, part, header))
+        else:
+            yield from _parts(name, info, data, header, config)
+
+
+def _joined(name: str, parts: dict[str, TensorInfo], data: np.ndarray, header: GGUFHeader) -> Found:
+    """The one matrix of those that make keys and values from latents."""
+
+    def read() -> torch.Tensor:
+        return joined(
+            {key: [_view(data, own, header) for own in _stacked(part)] for key, part in parts.items()}
+        )
+
+    return Found(name, whole_shape({key: part.shape for key, part in parts.items()}), read)
+
+
+def _parts(
+    name: str, info: TensorInfo, data: np.ndarray, header: GGUFHeader, config: ModelConfig
+) -> Iterator[Found]:
+    """The decoder's tensors that one of the file holds, each as a checkpoint has it."""
+    names, shape = _names(header), info.shape
+    whole = restored(name, shape)
+    _check_matrix(info, header)
+    if whole is not None:
+        if info.kind not in PLAIN:
             raise CheckpointError(
-                f"{header.path}: the {info.kind} tensor {info.name} has shape "
-                f"{list(info.shape)} instead of [out, in]"
+                f"{header.path}: the tensor {info.name} must be {', '.join(PLAIN)}, got {info.kind}; convert "
+                "the model again"
             )
-        for expert in range(num_experts if "{}" in name else 1):
-            for part in split(name.format(expert), shape, stored, config):
-                shapes[part.name] = part.shape
-    return shapes
+        shape = whole.shape
+
+    def read() -> Matrix:
+        tensor = _view(data, info, header)
+        if whole is not None:
+            return cast(Matrix, whole.restore(tensor))
+        if names.interleaved and (".q_proj." in name or ".k_proj." in name):
+            attention = config.attention
+            num_heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
+            return _restore_rows(tensor, num_heads, attention.head_dim, info, header)
+        return tensor
+
+    for part in split(name, shape, ARCHITECTURES[config.architecture].tensors, config):
+        moved = by_key_heads(part.name, config) if names.moves_value_heads else None
+
+        def read_part(part: Part = part, moved: Callable[[Matrix], Matrix] | None = moved) -> Matrix:
+            own = part.take(cast(torch.Tensor, read()))  # a GGUFTensor has slices of rows, too
+            return own if moved is None else moved(own)
+
+        yield Found(part.name, part.shape, read_part)
 
 
 def _names(header: GGUFHeader) -> GGUFNames:
@@ -123,9 +158,9 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
     stem, _, parameter = name.rpartition(".")
     if stem in NAMES and parameter == "weight":
         return f"{NAMES[stem]}.weight"
-    layer = LAYER_TENSOR.fullmatch(stem)
-    if layer is not None and f"{layer[2]}.{parameter}" in names.tensors:
-        return f"model.layers.{layer[1]}.{names.tensors[f'{layer[2]}.{parameter}']}"
+    whole, layer = LAYER_TENSOR.fullmatch(name), LAYER_TENSOR.fullmatch(stem)
+    if whole is not None and whole[2] in names.tensors:
+        return f"model.layers.{whole[1]}.{names.tensors[whole[2]]}"
     in_layer = None if layer is None else names.tensors.get(layer[2], LAYER_NAMES.get(layer[2]))
     if layer is None or in_layer is None or parameter not in ("weight", "bias"):
         raise CheckpointError(
@@ -135,21 +170,46 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
     return f"model.layers.{layer[1]}.{in_layer}.{parameter}"
 
 
-def _stacked_dims(name: str) -> int:
-    """The dimensions of a stack of experts' matrices, or of their biases."""
-    return 2 if name.endswith(".bias") else 3
-
-
-def _experts(name: str, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
-    """The matrices of a stack of experts, [E, out, in], or their biases, [E, out], one by one."""
-    if len(info.shape) != _stacked_dims(name):
+def _check_stack(name: str, info: TensorInfo, header: GGUFHeader, count: int | None = None) -> None:
+    """Raises CheckpointError unless the tensor is a stack of matrices, or of their biases, of `count` experts
+    or of any number of heads."""
+    dims = 2 if name.endswith(".bias") else 3
+    if len(info.shape) != dims or count not in (None, info.shape[0]):
         raise CheckpointError(
-            f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, "
-            "in]"
+            f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of "
+            + ("three numbers" if count is None else f"[experts, out, in] for {count} experts")
         )
+
+
+def _stacked(info: TensorInfo) -> Iterator[TensorInfo]:
+    """The matrices or vectors of a stack, one by one."""
     size = info.num_bytes // info.shape[0]
-    for expert in range(info.shape[0]):
-        yield TensorInfo(info.name, info.kind, info.shape[1:], info.offset + expert * size, size)
+    for i in range(info.shape[0]):
+        yield TensorInfo(info.name, info.kind, info.shape[1:], info.offset + i * size, size)
+
+
+def _gate_and_up(name: str, matrix: TensorInfo, header: GGUFHeader) -> Iterator[tuple[str, TensorInfo]]:
+    """An expert's matrix, or the two that it holds, gate above up."""
+    if ".gate_up_proj." not in name:
+        yield name, matrix
+        return
+    rows, *columns = matrix.shape
+    if rows % 2:
+        raise CheckpointError(
+            f"{header.path}: the tensor {matrix.name} must have an even number of rows, got {rows}"
+        )
+    half = matrix.num_bytes // 2
+    for i, part in enumerate(("gate", "up")):
+        own = TensorInfo(matrix.name, matrix.kind, (rows // 2, *columns), matrix.offset + i * half, half)
+        yield name.replace("gate_up", part), own
+
+
+def _check_matrix(info: TensorInfo, header: GGUFHeader) -> None:
+    if info.kind not in PLAIN and len(info.shape) != 2:
+        raise CheckpointError(
+            f"{header.path}: the {info.kind} tensor {info.name} has shape {list(info.shape)} instead of "
+            "[out, in]"
+        )
 
 
 def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Matrix:
@@ -157,11 +217,7 @@ def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Matrix:
     if info.kind in PLAIN:
         tensor = torch.from_numpy(raw.view(PLAIN[info.kind])).view(info.shape)
         return tensor.view(torch.bfloat16) if info.kind == "BF16" else tensor
-    if len(info.shape) != 2:
-        raise CheckpointError(
-            f"{header.path}: the {info.kind} tensor {info.name} has shape {list(info.shape)} instead of "
-            "[out, in]"
-        )
+    _check_matrix(info, header)
     rows, columns = info.shape
     if info.kind == "MXFP4":  # a copy, in the order that other files have
         return Mxfp4Tensor.of_ggml(torch.from_numpy(raw.reshape(rows, -1)))
@@ -179,7 +235,4 @@ def _restore_rows(
             f"{head_dim} ask for {num_heads * head_dim} rows"
         )
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
-    if isinstance(tensor, GGUFTensor):
-        return tensor.take_rows(order)
-    index = torch.from_numpy(order)
-    return tensor.take_rows(index) if isinstance(tensor, Mxfp4Tensor) else tensor[index]
+    return cast(Matrix, take_rows(tensor, order))

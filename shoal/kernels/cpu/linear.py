@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu.build import Packed
-from shoal.kernels.quant.ggml_types import FOUR_BITS
+from shoal.kernels.quant.ggml_types import FOUR_BITS, GROUPS
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 
 SCALE_GROUP = 32
@@ -85,7 +85,7 @@ class TorchWeight:
         return out_TO if bias_O is None else out_TO + bias_O
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return self.source.take_rows(ids_T.numpy()).dequantize()
+        return self.source.take_rows(ids_T).dequantize()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         scales = {} if self.scales_and_zeros is None else {"scales": self.scales_and_zeros}
@@ -137,13 +137,26 @@ def _ggml_blocks(tensor: GGUFTensor, bits: int) -> Iterator[tuple[np.ndarray, bo
     """Yields the rows, some at a time, as blocks of Q4_0, Q4_1 or Q8_0, [rows, bytes of a row], and whether
     their groups have a minimum."""
     native = tensor.kind == "Q8_0" if bits == 8 else tensor.kind in ("Q4_0", "Q4_1")
-    if native:
+    if native and tensor.order is None:
         yield tensor.data, tensor.kind == "Q4_1"
         return
     step = max(1, CHUNK // tensor.shape[1])
     for start in range(0, tensor.shape[0], step):
         rows = tensor.rows(start, min(start + step, tensor.shape[0]))
-        yield (_q4_1_of_q4_k(rows.data), True) if bits == 4 else (_q8_0_of(rows.dequantize()), False)
+        if native:
+            yield _moved(rows.data, tensor), tensor.kind == "Q4_1"
+        elif bits == 4:
+            yield _moved(_q4_1_of_q4_k(rows.data), tensor), True
+        else:
+            yield _q8_0_of(rows.dequantize()), False
+
+
+def _moved(blocks: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
+    """Returns the blocks of each row in the order of the tensor's columns."""
+    if tensor.order is None:
+        return blocks
+    num_bytes = GROUPS["Q4_1" if tensor.kind == "Q4_K" else tensor.kind][1]
+    return blocks.reshape(len(blocks), -1, num_bytes)[:, tensor.order].reshape(len(blocks), -1)
 
 
 def _q8_0_of(weights: torch.Tensor) -> np.ndarray:

@@ -15,26 +15,29 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.ggml_types import GROUPS
-from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import RowwiseTensor
 
 # Weights unpacked at a time: on the CPU few enough to stay in its caches, which is 4 times as fast as whole
 # tensors; elsewhere enough to fill the device.
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
+MOVED = 32  # columns that move together; each has scales of its own in all kinds
 
 
 @dataclass(frozen=True)
-class GGUFTensor(QuantizedTensor):
-    """[out, in] weights; `data` is uint8 [out, bytes a row], usually a view of the memory-mapped file."""
+class GGUFTensor(RowwiseTensor):
+    """[out, in] weights; `data` is uint8 [out, bytes a row], usually a view of the memory-mapped file. Where
+    columns were moved, `order` says which run of MOVED columns of the data stands at each place."""
 
     kind: str
     shape: tuple[int, int]
     data: np.ndarray
+    order: np.ndarray | None = None  # None: the data's columns, all of them
 
     @property
     def group_size(self) -> int:
         """Returns the number of weights of a row that share a scale. Columns are cut at multiples of it."""
-        return GROUPS[self.kind][0]
+        return GROUPS[self.kind][0] if self.order is None else MOVED
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -46,38 +49,54 @@ class GGUFTensor(QuantizedTensor):
         rows, columns = self.shape
         step = max(1, (CPU_CHUNK if out.device.type == "cpu" else DEVICE_CHUNK) // columns)
         for start in range(0, rows, step):
-            groups = packed[start : start + step].to(device).reshape(-1, group_bytes)
-            out[start : start + step] = UNPACK[self.kind](groups).weights().view(-1, columns)
+            part = packed[start : start + step].to(device)
+            weights = UNPACK[self.kind](part.reshape(-1, group_bytes)).weights()
+            out[start : start + step] = self._ordered(weights.view(len(part), -1))
         return out
 
     def numbers(self, device: torch.device | str) -> Numbers:
         """Quants [out, in], and scales and minima [out, scales], on `device`."""
         rows = self.shape[0]
         groups = torch.from_numpy(self.data).to(device).reshape(-1, GROUPS[self.kind][1])
-        return Numbers(
-            *(None if part is None else part.reshape(rows, -1) for part in UNPACK[self.kind](groups))  # type: ignore[arg-type]
+        found = (
+            None if part is None else self._ordered(part.reshape(rows, -1))
+            for part in UNPACK[self.kind](groups)
         )
+        return Numbers(*found)  # type: ignore[arg-type]
 
-    def __getitem__(self, rows: slice) -> GGUFTensor:
-        return self.rows(rows.start, rows.stop)
+    def _ordered(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns numbers of the data's columns, [out, as many for each group], in the order of columns."""
+        if self.order is None:
+            return numbers
+        num_moved = self.data.shape[1] // GROUPS[self.kind][1] * GROUPS[self.kind][0] // MOVED
+        order = torch.from_numpy(self.order).to(numbers.device)
+        return numbers.unflatten(1, (num_moved, -1))[:, order].flatten(1)
 
     def rows(self, start: int, stop: int) -> GGUFTensor:
         return replace(self, shape=(stop - start, self.shape[1]), data=self.data[start:stop])
 
     def columns(self, start: int, stop: int) -> GGUFTensor:
         """Raises CheckpointError if the cut goes through a group."""
-        group_size, group_bytes = GROUPS[self.kind]
+        group_size, group_bytes = self.group_size, GROUPS[self.kind][1]
         if start % group_size or stop % group_size:
             raise CheckpointError(
                 f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through "
                 f"its groups of {group_size}; choose a smaller tensor_parallel_size"
             )
+        if self.order is not None:
+            order = self.order[start // MOVED : stop // MOVED]
+            return replace(self, shape=(self.shape[0], stop - start), order=order)
         data = self.data[:, start // group_size * group_bytes : stop // group_size * group_bytes]
         return replace(self, shape=(self.shape[0], stop - start), data=data)
 
-    def take_rows(self, index: np.ndarray) -> GGUFTensor:
-        """A copy with these rows in this order."""
-        return replace(self, shape=(len(index), self.shape[1]), data=self.data[index])
+    def take_rows(self, index: torch.Tensor) -> GGUFTensor:
+        return replace(self, shape=(len(index), self.shape[1]), data=self.data[index.numpy()])
+
+    def take_columns(self, order: np.ndarray) -> GGUFTensor:
+        """The same rows with these runs of MOVED columns, in this order. They move when they are unpacked, as
+        a group of the data may hold several runs."""
+        own = order if self.order is None else self.order[order]
+        return replace(self, shape=(self.shape[0], len(order) * MOVED), order=own)
 
 
 def _signed(values: torch.Tensor, zero: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import RowwiseTensor
 
 SCALE_GROUP = 32
 BIAS = 127  # e8m0: a scale's exponent is its byte less this.
@@ -18,7 +18,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 @dataclass(frozen=True)
-class Mxfp4Tensor(QuantizedTensor):
+class Mxfp4Tensor(RowwiseTensor):
     """quants: uint8 [O, I / 2], the input of even number in the low bits. scales: uint8 [O, I / 32], e8m0."""
 
     shape: tuple[int, int]
@@ -58,7 +58,6 @@ class Mxfp4Tensor(QuantizedTensor):
         return torch.ldexp(values.unflatten(1, (-1, SCALE_GROUP)), exponents).flatten(1).to(dtype)
 
     def take_rows(self, index: torch.Tensor) -> Mxfp4Tensor:
-        """A copy with these rows in this order."""
         return replace(
             self, shape=(len(index), self.shape[1]), quants=self.quants[index], scales=self.scales[index]
         )

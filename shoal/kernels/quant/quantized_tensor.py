@@ -43,3 +43,16 @@ class QuantizedTensor(ABC):
     @abstractmethod
     def columns(self, start: int, stop: int) -> QuantizedTensor:
         """Columns [start, stop). Raises CheckpointError if the cut goes through a group."""
+
+
+class RowwiseTensor(QuantizedTensor):
+    """A matrix whose rows can be moved while they stay packed: all kinds that GGUF files hold."""
+
+    def __getitem__(self, rows: slice | list[int]) -> QuantizedTensor:
+        if isinstance(rows, slice):
+            return self.rows(rows.start, rows.stop)
+        return self.take_rows(torch.tensor(rows))
+
+    @abstractmethod
+    def take_rows(self, index: torch.Tensor) -> QuantizedTensor:
+        """A copy with these rows in this order."""

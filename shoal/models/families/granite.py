@@ -23,6 +23,13 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     )
 
 
+GGUF_KEYS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "rope.scaling.finetuned": "rope_finetuned",
+}
 ARCHITECTURE = Architecture(
     name="granite",
     hf_class="GraniteForCausalLM",
@@ -38,15 +45,6 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     gguf=GGUFNames(
-        "granite",
-        keys={
-            "embedding_scale": "embedding_multiplier",
-            "attention.scale": "attention_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-            "rope.scaling.finetuned": "rope_finetuned",
-        },
-        refused={"expert_count": "a mixture of experts"},
-        interleaved=True,
+        "granite", keys=GGUF_KEYS, refused={"expert_count": "a mixture of experts"}, interleaved=True
     ),
 )

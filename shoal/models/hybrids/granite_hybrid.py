@@ -3,15 +3,18 @@ experts, and without rope unless the config asks for it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import LINEAR
+from shoal.models.config_gguf_hybrids import MAMBA_TENSORS, SHARED_EXPERT_TENSORS, per_head
+from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.config_recurrent import granite_mamba_layer, parts_of_mamba
 from shoal.models.families import granite
 from shoal.models.hybrids.qwen3_next import hybrid_layer
@@ -31,6 +34,16 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         shared=SharedExpert(shared),
     )
     return with_experts(replace(config, architecture=SPARSE.name), fields, experts)
+
+
+def derived(fields: ConfigFields) -> Mapping[str, Any]:
+    """Fields that a GGUF file says in other words."""
+    has_rope = fields.flag("rope_finetuned", True)
+    return {
+        "position_embedding_type": "rope" if has_rope else "nope",
+        "mamba_d_head": per_head(fields, "mamba_inner_size", "mamba_n_heads"),
+        "num_experts": fields.count("num_experts", 0, least=0),
+    }
 
 
 TENSORS: dict[str, Stored] = {
@@ -66,11 +79,31 @@ DENSE = Architecture(
         "shared_mlp.output_linear": "mlp.down_proj",
     },
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "granitehybrid",
+        tensors={**MAMBA_TENSORS, **SHARED_EXPERT_TENSORS, "ssm_in": "mamba.in_proj"},
+        keys={
+            **granite.GGUF_KEYS,
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_inner_size",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        derived=derived,
+        others={"expert_count": "granitemoehybrid_experts"},
+        interleaved=True,
+        layers={"ssm_in.weight": LINEAR, "attn_q.weight": FULL},
+    ),
 )
 # The same class of checkpoints, whose tensors have other places in a layer with experts.
 SPARSE = replace(
     DENSE,
     name="granitemoehybrid_experts",
+    gguf=None,
     tensors={
         **TENSORS,
         "block_sparse_moe.router.layer": "mlp.gate",

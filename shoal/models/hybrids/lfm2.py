@@ -8,10 +8,11 @@ from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.recurrent import ShortConvKind
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_experts import EXPERT_TENSORS
 from shoal.models.config_layers import FULL
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
@@ -85,6 +86,9 @@ TENSORS: dict[str, Stored] = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
+GGUF_TENSORS = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
+GGUF_KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
+GGUF_LAYERS = {"shortconv.conv.weight": CONV, "attn_q.weight": FULL}
 DENSE = Architecture(
     name="lfm2",
     hf_class="Lfm2ForCausalLM",
@@ -100,6 +104,13 @@ DENSE = Architecture(
     other_layers={CONV: conv_layer},
     tensors=TENSORS,
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "lfm2",
+        tensors=GGUF_TENSORS,
+        keys=GGUF_KEYS,
+        values={"block_auto_adjust_ff_dim": False},
+        layers=GGUF_LAYERS,
+    ),
 )
 SPARSE = Architecture(
     name="lfm2_moe",
@@ -128,4 +139,17 @@ SPARSE = Architecture(
         "feed_forward.experts.{}.w2": "mlp.experts.{}.down_proj",
     },
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "lfm2moe",
+        tensors={**GGUF_TENSORS, **EXPERT_TENSORS},
+        keys={
+            **GGUF_KEYS,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        layers=GGUF_LAYERS,
+    ),
 )

@@ -11,10 +11,12 @@ from shoal.errors import CheckpointError
 from shoal.kinds.experts import Activation, ExpertsKind, SharedExpert
 from shoal.kinds.recurrent import Mamba2Kind
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
 from shoal.models.config_experts import check_experts, sigmoid_router
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS
+from shoal.models.config_gguf_hybrids import MAMBA_TENSORS, per_head
 from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.config_recurrent import groups_of, parts_of_mamba, state_dtype, time_step_limit
 from shoal.models.hybrids.qwen3_next import hybrid_layer
@@ -92,6 +94,11 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     )
 
 
+def derived(fields: ConfigFields) -> Mapping[str, Any]:
+    """Fields that a GGUF file says in other words."""
+    return {"mamba_head_dim": per_head(fields, "mamba_inner_size", "mamba_num_heads")}
+
+
 TENSORS: dict[str, Stored] = {
     "norm": "input_layernorm",
     "mixer.in_proj": Stack(
@@ -143,4 +150,34 @@ ARCHITECTURE = Architecture(
     },
     tensors=TENSORS,
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "nemotron_h",
+        tensors={
+            **MAMBA_TENSORS,
+            **EXPERT_TENSORS,
+            "ssm_in": "mixer.in_proj",
+            "ffn_latent_down": "mlp.fc1_latent_proj",
+            "ffn_latent_up": "mlp.fc2_latent_proj",
+        },
+        keys={
+            **EXPERT_KEYS,
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+            "ssm.inner_size": "mamba_inner_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "moe_latent_size": "moe_latent_size",
+        },
+        derived=derived,
+        interleaved=True,
+        also_named=("nemotron_h_moe",),
+        layers={
+            "ssm_in.weight": LINEAR,
+            "attn_q.weight": FULL,
+            "ffn_gate_inp.weight": EXPERTS,
+            "ffn_up.weight": MLP,
+        },
+    ),
 )

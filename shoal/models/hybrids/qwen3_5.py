@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
-from shoal.models.checkpoint_names import Stack, Stored
+from shoal.models.architecture import Architecture, GGUFNames
+from shoal.models.checkpoint_names import Stored
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_hybrids import (
+    DELTA_KEYS,
+    DELTA_LAYERS,
+    DELTA_TENSORS,
+    SHARED_EXPERT_KEYS,
+    SHARED_EXPERT_TENSORS,
+    value_heads,
+)
 from shoal.models.config_layers import LINEAR
 from shoal.models.config_recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
-from shoal.models.hybrids.qwen3_next import EXPERTS, QUERY_AND_GATE, hybrid_layer, parts_of_qkv, with_gates
+from shoal.models.hybrids.qwen3_next import EXPERTS, QUERY_AND_GATE, QUERY_KEY_VALUE, hybrid_layer, with_gates
 
 
 def read_sparse(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -29,12 +37,7 @@ DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
 }
-TENSORS: dict[str, Stored] = {
-    "self_attn.q_proj": QUERY_AND_GATE,
-    "linear_attn.in_proj_qkv": Stack(
-        tuple(f"linear_attn.in_proj_{part}" for part in "qkv"), runs=parts_of_qkv
-    ),
-}
+TENSORS: dict[str, Stored] = {"self_attn.q_proj": QUERY_AND_GATE, "linear_attn.in_proj_qkv": QUERY_KEY_VALUE}
 DENSE = Architecture(
     name="qwen3_5_text",
     hf_class="Qwen3_5ForCausalLM",
@@ -47,6 +50,14 @@ DENSE = Architecture(
     renamed={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
     tensors=TENSORS,
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "qwen35",
+        tensors=DELTA_TENSORS,
+        keys=DELTA_KEYS,
+        derived=value_heads,
+        layers=DELTA_LAYERS,
+        moves_value_heads=True,
+    ),
 )
 SPARSE = Architecture(
     name="qwen3_5_moe_text",
@@ -68,4 +79,12 @@ SPARSE = Architecture(
     renamed={"num_local_experts": "num_experts", "mtp_num_hidden_layers": "num_nextn_predict_layers"},
     tensors={**TENSORS, **EXPERTS},
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "qwen35moe",
+        tensors={**DELTA_TENSORS, **SHARED_EXPERT_TENSORS},
+        keys={**DELTA_KEYS, **SHARED_EXPERT_KEYS},
+        derived=value_heads,
+        layers=DELTA_LAYERS,
+        moves_value_heads=True,
+    ),
 )

@@ -11,10 +11,18 @@ from shoal.kinds.attention import OutputGate
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.kinds.recurrent import DeltaKind
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
 from shoal.models.config_experts import with_experts
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_hybrids import (
+    DELTA_KEYS,
+    DELTA_LAYERS,
+    DELTA_TENSORS,
+    SHARED_EXPERT_KEYS,
+    SHARED_EXPERT_TENSORS,
+    value_heads,
+)
 from shoal.models.config_layers import LINEAR
 from shoal.models.config_recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
 
@@ -77,6 +85,7 @@ def parts_of_qkv(config: ModelConfig) -> Runs:
 
 
 QUERY_AND_GATE = Stack(("self_attn.q_proj", "self_attn.gate_proj"), runs=_heads)
+QUERY_KEY_VALUE = Stack(tuple(f"linear_attn.in_proj_{part}" for part in "qkv"), runs=parts_of_qkv)
 EXPERTS: dict[str, Stored] = {
     "mlp.shared_expert": "mlp.shared_experts",
     "mlp.experts.gate_up_proj": Stack(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
@@ -111,7 +120,21 @@ ARCHITECTURE = Architecture(
             tuple(f"linear_attn.in_proj_{part}" for part in "ba"),
             runs=lambda config: (_delta(config).num_key_heads, (1, 1)),
         ),
+        "linear_attn.in_proj_qkv": QUERY_KEY_VALUE,  # in GGUF files
         **EXPERTS,
     },
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "qwen3next",
+        tensors={
+            **DELTA_TENSORS,
+            **SHARED_EXPERT_TENSORS,
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_in": "linear_attn.in_proj_qkvz",  # in older files
+        },
+        keys={**DELTA_KEYS, **SHARED_EXPERT_KEYS},
+        values={"norm_topk_prob": True},  # GGUF does not say it; the published models do
+        derived=value_heads,
+        layers=DELTA_LAYERS,
+    ),
 )

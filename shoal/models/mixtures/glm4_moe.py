@@ -10,7 +10,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
 from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS, without_draft_layers
+from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -46,6 +46,5 @@ ARCHITECTURE = Architecture(
         "glm4moe",
         tensors={**EXPERT_TENSORS, "post_attention_norm": "post_attention_layernorm"},
         keys=EXPERT_KEYS,
-        derived=without_draft_layers,
     ),
 )

@@ -122,6 +122,16 @@ def test_a_shard_of_columns_packs_from_its_strided_view():
 
 @needs_library
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_moved_columns_are_packed_in_their_order(kind):
+    order = np.random.default_rng(0).permutation(8)
+    tensor = random_tensor(kind, 20, 256).take_columns(order)
+    tolerance = {"Q4_K": 1e-3, "Q6_K": REQUANTIZED}.get(kind, TOLERANCE)
+    x = torch.randn(2, 256)
+    assert error(cpu_linear.pack([tensor]).linear(x, None), x, tensor.dequantize()) < tolerance
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_embedding_rows_are_the_dequantized_ones(kind):
     tensor = random_tensor(kind, 50, 256)
     ids = torch.tensor([49, 0, 17, 17])

@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer as Backend
 
 from shoal.errors import CheckpointError
+from shoal.text.gguf_tokenizer import build_backend
 from shoal.text.tokenizer import Tokenizer
 from tests import texts
 
@@ -40,6 +41,18 @@ PUBLISHED = {
     "llama-bpe": ([split(CONTRACTION + WORDS + r"|\p{N}{1,3}" + REST), byte_level(False)], None, True),
     "smaug-bpe": ([split(CONTRACTION + WORDS + r"|\p{N}{1,3}" + REST), byte_level(False)], None, False),
     "qwen2": ([split(CONTRACTION + WORDS + r"|\p{N}" + REST), byte_level(False)], {"type": "NFC"}, False),
+    "qwen35": (
+        [
+            split(
+                CONTRACTION
+                + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+                + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            byte_level(False),
+        ],
+        {"type": "NFC"},
+        False,
+    ),
     "tekken": ([split(TEKKEN), byte_level(False)], None, True),
     "deepseek-v3": (
         [
@@ -104,8 +117,18 @@ def test_pre_tokenizers_that_differ_are_told_apart():
         pre: tuple(tuple(t.encode(text)) for text in texts.TEXTS + texts.LESSON[:5])
         for pre, t in tokenizers.items()
     }
-    # ignore_merges, in which llama-bpe and smaug-bpe differ, only shows on tokens that no merge makes.
-    assert len(set(ids.values())) == len(PUBLISHED) - 1
+    # ignore_merges, in which llama-bpe and smaug-bpe differ, only shows on tokens that no merge makes, and
+    # qwen35's marks, which stay with letters, only on tokens with marks
+    assert len(set(ids.values())) == len(PUBLISHED) - 2
+
+
+@pytest.mark.parametrize(
+    "pre, text, parts",
+    [("qwen2", "कि", 2), ("qwen35", "कि", 1), ("kimi-k2", "東京abc", 2), ("gpt-4o", "東京abc", 1)],
+)
+def test_words_with_marks_and_chinese_are_cut_as_published(pre, text, parts):
+    backend = build_backend(texts.byte_level_metadata(pre))
+    assert len(backend.pre_tokenizer.pre_tokenize_str(text)) == parts
 
 
 @pytest.mark.parametrize(

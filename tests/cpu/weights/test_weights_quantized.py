@@ -89,9 +89,28 @@ def test_rows_columns_and_permutations_are_cut_without_unpacking(kind):
     assert tensor.columns(256, 768).shape == (37, 512) and torch.equal(
         tensor.columns(256, 768).dequantize(), expected[:, 256:]
     )
-    order = np.random.default_rng(1).permutation(37)
-    assert torch.equal(tensor.take_rows(order).dequantize(), expected[torch.from_numpy(order)])
+    order = torch.from_numpy(np.random.default_rng(1).permutation(37))
+    assert torch.equal(tensor.take_rows(order).dequantize(), expected[order])
     assert torch.equal(tensor.columns(512, 768).rows(30, 37).dequantize(), expected[30:, 512:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_move_without_being_unpacked(kind):
+    """In runs of 32, of which a group of some kinds holds eight."""
+    tensor, expected = random_tensor(kind)
+    order = np.random.default_rng(1).permutation(768 // 32)
+    moved, want = tensor.take_columns(order), expected.view(37, -1, 32)[:, order].flatten(1)
+    assert moved.shape == (37, 768) and torch.equal(moved.dequantize(), want)
+    quants, scales, minima = moved.numbers("cpu")
+    spread = scales.repeat_interleave(768 // scales.shape[1], dim=1)
+    low = 0 if minima is None else minima.repeat_interleave(768 // minima.shape[1], dim=1)
+    assert torch.equal(spread * quants.float() + low, want)
+    part = moved.rows(5, 9).columns(32, 160)
+    assert part.shape == (4, 128) and torch.equal(part.dequantize(), want[5:9, 32:160])
+    again = moved.take_columns(np.argsort(order))
+    assert torch.equal(again.dequantize(), expected)
+    with pytest.raises(CheckpointError, match="32"):
+        moved.columns(0, 16)
 
 
 def test_columns_inside_a_group_are_refused_with_its_size():
