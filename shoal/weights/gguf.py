@@ -31,7 +31,7 @@ from shoal.weights.gguf_recurrent import by_key_heads, restored, take_rows
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
-    "token_embd_norm": "model.norm",  # of LFM2 in older files
+    "token_embd_norm": "model.norm",  # older files of LFM2
     "output": "lm_head",
 }
 LAYER_NAMES = {
