@@ -14,7 +14,10 @@ NAME = re.compile(
     r"(?::(?P<tag>[\w.-]+)|/(?:tree|blob)/main(?:/(?P<file>[\w./-]+\.gguf))?)?/?"
 )
 LIBRARY_NAME = re.compile(r"(?P<model>[a-z][\w.-]*)(?::(?P<tag>[\w.-]+))?")
-LIBRARY_TAG = re.compile(r"(?P<size>[\d.]+[bm])(?:-instruct)?(?:-(?P<tag>(?:i?q\d|b?f)\w+))?", re.IGNORECASE)
+LIBRARY_TAG = re.compile(
+    r"(?P<size>(?:[\d.]+[bm]|micro|tiny|small)(?:-h)?)(?:-instruct)?(?:-(?P<tag>(?:i?q\d|b?f)\w+))?",
+    re.IGNORECASE,
+)
 NEWEST = "latest"
 # Ollama's name of a model -> its sizes, the usual one first -> a repository with GGUF files of it.
 LIBRARY = {
@@ -33,6 +36,14 @@ LIBRARY = {
         "8b": "ibm-granite/granite-3.3-8b-instruct-GGUF",
         "2b": "ibm-granite/granite-3.3-2b-instruct-GGUF",
     },
+    "granite4": {
+        "micro": "ibm-granite/granite-4.0-micro-GGUF",
+        **{
+            f"{size}-h": f"ibm-granite/granite-4.0-h-{size}-GGUF"
+            for size in ("tiny", "small", "micro", "350m", "1b")
+        },
+    },
+    "lfm2.5-thinking": {"1.2b": "LiquidAI/LFM2.5-1.2B-Thinking-GGUF"},
     "llama3": {"8b": "bartowski/Meta-Llama-3-8B-Instruct-GGUF"},
     "llama3.1": {
         "8b": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
@@ -43,6 +54,10 @@ LIBRARY = {
     "mistral": {"7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF"},
     "mistral-nemo": {"12b": "bartowski/Mistral-Nemo-Instruct-2407-GGUF"},
     "mistral-small": {"24b": "bartowski/Mistral-Small-24B-Instruct-2501-GGUF"},
+    "nemotron-3-nano": {
+        "30b": "unsloth/Nemotron-3-Nano-30B-A3B-GGUF",
+        "4b": "unsloth/NVIDIA-Nemotron-3-Nano-4B-GGUF",
+    },
     "olmo2": {"7b": "allenai/OLMo-2-1124-7B-Instruct-GGUF", "13b": "allenai/OLMo-2-1124-13B-Instruct-GGUF"},
     "phi4": {"14b": "bartowski/phi-4-GGUF"},
     "phi4-mini": {"3.8b": "bartowski/microsoft_Phi-4-mini-instruct-GGUF"},
@@ -59,6 +74,13 @@ LIBRARY = {
         "30b": "Qwen/Qwen3-30B-A3B-GGUF",
     },
     "qwen3-coder": {"30b": "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF"},
+    "qwen3-next": {"80b": "unsloth/Qwen3-Next-80B-A3B-Instruct-GGUF"},
+    "qwen3.5": {
+        **{size.lower(): f"unsloth/Qwen3.5-{size}-GGUF" for size in ("9B", "0.8B", "2B", "4B", "27B")},
+        "35b": "unsloth/Qwen3.5-35B-A3B-GGUF",
+        "122b": "unsloth/Qwen3.5-122B-A10B-GGUF",
+    },
+    "qwen3.6": {"35b": "unsloth/Qwen3.6-35B-A3B-GGUF", "27b": "unsloth/Qwen3.6-27B-GGUF"},
     "smollm2": {
         "1.7b": "bartowski/SmolLM2-1.7B-Instruct-GGUF",
         "360m": "bartowski/SmolLM2-360M-Instruct-GGUF",

@@ -354,6 +354,11 @@ def test_a_download_that_fails_names_the_id_and_the_way_out(error, words, hub, m
         ("llama3.2:3b-instruct-q8_0", "bartowski/Llama-3.2-3B-Instruct-GGUF", "Q8_0"),
         ("gemma3:270m", "unsloth/gemma-3-270m-it-GGUF", None),
         ("qwen2.5:7b-instruct-fp16", "bartowski/Qwen2.5-7B-Instruct-GGUF", "F16"),
+        ("qwen3.5", "unsloth/Qwen3.5-9B-GGUF", None),
+        ("qwen3.6:35b-q8_0", "unsloth/Qwen3.6-35B-A3B-GGUF", "Q8_0"),
+        ("granite4:tiny-h", "ibm-granite/granite-4.0-h-tiny-GGUF", None),
+        ("granite4:350m-h-q8_0", "ibm-granite/granite-4.0-h-350m-GGUF", "Q8_0"),
+        ("lfm2.5-thinking:1.2b", "LiquidAI/LFM2.5-1.2B-Thinking-GGUF", None),
     ],
 )
 def test_names_of_ollamas_library_are_repositories_of_the_hub(name, repo, tag):
