@@ -29,6 +29,8 @@ def write_mtp(root: Path, name: str, scale: float = 1.0, **changes: Any) -> Path
         return folder
     if name in QWENS:
         changes = {"layer_types": ["full_attention"] * 4} | changes
+    if name in NEMOTRONS:
+        changes = {"hybrid_override_pattern": "-*E*"} | changes
     if name == "qwen3-next":
         changes = {"decoder_sparse_step": 1} | changes  # as published
     shutil.copytree(write_family(root / "targets", name, **changes), folder, dirs_exist_ok=True)
@@ -143,3 +145,43 @@ class MtpOracle:
             following.append(found[-1])
             hidden = torch.cat((hidden, normed[-1:]))
         return found
+
+
+class NemotronOracle(MtpOracle):
+    """The head of a Nemotron, whose layers are a model of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = tiny._oracle(folder)
+        tensors = load_file(folder / "model.safetensors")
+        own = {name.removeprefix("mtp.layers."): t for name, t in tensors.items() if name.startswith("mtp.")}
+        layers = {
+            f"backbone.layers.{name}": t for name, t in own.items() if "mixer" in name or ".norm." in name
+        }
+        shared = {name: t for name, t in tensors.items() if "embeddings" in name or "lm_head" in name}
+        norm = {"backbone.norm_f.weight": own["1.final_layernorm.weight"]}
+        config = json.loads((folder / "config.json").read_text())
+        for key in (
+            "hybrid_override_pattern",
+            "num_hidden_layers",
+            "layers_block_type",
+            "mtp_hybrid_override_pattern",
+        ):
+            config.pop(key, None)
+        head = folder / "head"
+        head.mkdir(exist_ok=True)
+        (head / "config.json").write_text(json.dumps(config | {"hybrid_override_pattern": "*E"}))
+        save_file(layers | shared | norm, head / "model.safetensors", metadata={"format": "pt"})
+        self.layers = tiny._oracle(head).get_decoder()
+        eps = self.model.config.layer_norm_epsilon
+        self.norms = {name: own[f"0.{name}.weight"] for name in ("enorm", "hnorm")}
+        self.fc, self.eps = own["0.eh_proj.weight"], eps
+
+    @torch.no_grad()
+    def run(self, following: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        embedded = self.model.get_input_embeddings()(torch.tensor(following))
+        pair = [
+            torch.nn.functional.rms_norm(x, x.shape[-1:], self.norms[name], self.eps)
+            for name, x in (("enorm", embedded), ("hnorm", hidden))
+        ]
+        joined = torch.cat(pair, dim=-1) @ self.fc.T
+        return self.layers(inputs_embeds=joined[None]).last_hidden_state[0]

@@ -194,9 +194,6 @@ def write(
 ) -> dict[str, torch.Tensor]:
     """Writes a tiny qwen3, or a model of `config`, whose layers' matrices are quantized. Returns the whole
     state dict, unpacked."""
-    quantize = partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
-    if kind in BY_BLOCKS:
-        quantize = BY_BLOCKS[kind]
     torch.manual_seed(3)
     config = config or transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -209,9 +206,19 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tiny.write_tokenizer(folder)
+    return repack(folder, kind)
+
+
+def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Tensor]:
+    """Quantizes the layers' matrices of a checkpoint in plain numbers, but for names that begin with `left`. Returns
+    the whole state dict, unpacked."""
+    quantize = partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
+    if kind in BY_BLOCKS:
+        quantize = BY_BLOCKS[kind]
     stored, unpacked = {}, {}
+    matrices = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
+        if name.startswith(left) or not name.endswith(matrices):
             stored[name] = unpacked[name] = weight
             continue
         parts, unpacked[name] = quantize(weight)

@@ -118,6 +118,18 @@ class MtpFiles:
         if found:
             raise CheckpointError(f"{self.folder}: its MTP head holds {min(found)}, which such a head lacks")
 
+    def difference(self, other: MtpFiles) -> str | None:
+        """Returns why the tensors of `other` have no place in a module that was built for these files. None:
+        they have."""
+        if (self.decoder.layers, self.decoder.quantization) != (
+            other.decoder.layers,
+            other.decoder.quantization,
+        ):
+            return "its MTP head has other layers than the engine's"
+        if self.own != other.own:
+            return "its MTP head and the engine's do not have the same ends of the vocabulary for themselves"
+        return None
+
     def weight_files(self) -> list[Path]:
         """Files in addition to the target's, which hold the head."""
         return []

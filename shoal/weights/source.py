@@ -117,6 +117,12 @@ class CheckpointFiles:
         fields = text_config(self._fields, str(self.folder))
         return find_mtp(self.folder, self._own_config, ConfigFields(fields, str(self.folder / "config.json")))
 
+    def following(self, head: HeadFiles | None) -> CheckpointFiles:
+        """Returns the files with the draft head that an engine has under these weights if it had `head`
+        before: the MTP head that they hold, or else the same one."""
+        own = self.find_own_head() if isinstance(head, MtpFiles) else None
+        return replace(self, head=own or head)
+
     @cached_property
     def header(self) -> GGUFHeader:
         """The header of a GGUF file; folders have no such header."""

@@ -1,5 +1,5 @@
 """`RankHead`: one rank's draft head: its module, the hidden states that it reads, and its weights, which lie
-in the target's region and stay when the target gets new ones."""
+in the target's region. When the target gets a new checkpoint, a head in that checkpoint is loaded, too."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shoal.models.heads.head import DraftHead
 from shoal.models.heads.hidden_states import read_states
 from shoal.models.parallel import check_parallel
 from shoal.weights.heads import HeadFiles, load_head
+from shoal.weights.mtp_files import MtpFiles
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 
@@ -52,6 +53,13 @@ class RankHead:
     def load(self) -> None:
         """Fills the weights, at the start and after a sleep that dropped them."""
         load_head(self.module, self.files, dummy=self.dummy)
+
+    def follow(self, files: CheckpointFiles, dummy: bool) -> None:
+        """Loads the head that comes with new weights of the target. A head with files of its own stays."""
+        head = files.following(self.files).head
+        if head is not None and isinstance(head, MtpFiles):
+            self.files, self.dummy = head, dummy
+            self.load()
 
     def caches_of(self, layers: Sequence[Any]) -> Sequence[LayerCache]:
         """Its caches, among a cache's for all layers."""

@@ -31,6 +31,7 @@ from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived, is_draft
+from shoal.weights.mtp_files import MtpFiles
 from shoal.weights.safetensors import OTHER_PART, full_name
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.store import is_url
@@ -57,7 +58,7 @@ class Weights:
         paused: PauseState,
     ) -> None:
         self.version = 0  # the number of updates
-        self._config, self._model_config = config, files.config
+        self._config, self._model_config, self._head = config, files.config, files.head
         self._ranks, self._loop, self._scheduler = ranks, loop, scheduler
         self._parts, self._paused = parts, paused
         # the checkpoint whose packing the weights have; None: plain weights, or fp8 quantized from plain ones
@@ -71,12 +72,13 @@ class Weights:
     # Updates
 
     def find(self, source: str) -> CheckpointFiles:
-        """The checkpoint of this name: a folder, a file, a repository, or what a store has now. Raises
-        CheckpointError."""
+        """The checkpoint of this name: a folder, a file, a repository, or what a store has now, with the
+        draft head that the engine has under it. Raises CheckpointError."""
         config = self._config
         revision = config.revision if source == config.model and not is_url(source) else None
         files = resolve(source, revision, config.download_dir, overrides=config.hf_overrides)
-        return files if files.file is not None else files.overridden(config.hf_overrides)
+        files = files if files.file is not None else files.overridden(config.hf_overrides)
+        return files.following(self._head)
 
     def difference(self, files: CheckpointFiles) -> str | None:
         """Returns why these weights cannot be written into the memory of the old ones: another model, or
@@ -86,6 +88,8 @@ class Weights:
         why = difference(self._model_config, files.config)
         if why is None and self._packed_as is not None:
             why = packing_difference(self._packed_as, files)
+        if why is None and isinstance(self._head, MtpFiles) and isinstance(files.head, MtpFiles):
+            why = self._head.difference(files.head)
         scales = self._ranks.runner.cache.plan.specs[0].scales
         if why is None and scales and name_of(cache_scales(self._config, files)) != scales:
             why = "its k_scale and v_scale differ from the scales of the engine's KV cache"
@@ -104,6 +108,7 @@ class Weights:
         self._load(f"from {path}", None, lambda: self._ranks.each(commands.LOAD_CHECKPOINT, path, dummy))
         if not dummy:
             self._remember(files)
+        self._head = files.head
         logger.info("weights version %d: %s", self.version, files.path)
         return self.version
 

@@ -66,7 +66,7 @@ class RankMemory:
         with not_now():
             report = self.regions.take(list(tags))
         if self.head is not None and "weights" in tags and self._head_is_lost:
-            self.head.load()  # updates bring the target's weights alone
+            self.head.load()  # an update may bring the target's weights alone
             self._head_is_lost = False
         if "kv_cache" in tags:
             self.whole_rows.memory_is_new()

@@ -31,8 +31,11 @@ class RankWeights:
         self._exporter: RankExporter | None = None  # while other workers may read the weights
 
     def load_checkpoint(self, path: str, dummy: bool) -> None:
-        """Loads a whole checkpoint. `dummy`: makes weights up instead."""
-        load_weights(self.model, resolve(path), dummy=dummy, show_progress=self.tp.rank == 0)
+        """Loads a whole checkpoint, with the draft head that it holds. `dummy`: makes weights up instead."""
+        files = resolve(path)
+        load_weights(self.model, files, dummy=dummy, show_progress=self.tp.rank == 0)
+        if self.head is not None:
+            self.head.follow(files, dummy)
         self._synchronize()
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
 """MTP heads of published forms in an engine: they draft what `transformers` makes of the same files, and tokens are
 those without drafts."""
 
+import json
 import shutil
 
 import pytest
@@ -10,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
+from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, ConfigError
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
-from tests import tiny
-from tests.mtp_heads import NEAR_LAST, QWENS, MtpOracle, write_mtp
+from tests import quantized, tiny
+from tests.mtp_heads import NEAR_LAST, NEMOTRONS, QWENS, MtpOracle, NemotronOracle, write_mtp
 
 K = 3
 PROMPT = list(range(40, 75))
@@ -58,11 +60,12 @@ def answer(core, prompt, n, each_step=lambda tokens: None):
     return found
 
 
-@pytest.mark.parametrize("name", [*NEAR_LAST, *QWENS])
+@pytest.mark.parametrize("name", [*NEAR_LAST, *QWENS, *NEMOTRONS])
 def test_drafts_are_those_of_transformers_head(name, root, build):
     """After prompts in chunks and from the prefix cache, and after steps whose drafts are wrong."""
     folder = write_mtp(root, name)
-    oracle, core = MtpOracle(folder), build(folder, max_num_batched_tokens=16)
+    oracle = (NemotronOracle if name in NEMOTRONS else MtpOracle)(folder)
+    core = build(folder, max_num_batched_tokens=16)
     drafts_RK, compared = core.ranks.runner.drafting.rows.drafts_RK, []
 
     def compare(tokens):
@@ -119,10 +122,105 @@ def test_copies_of_the_targets_vocabulary_are_not_loaded_again(root, build, tmp_
 )
 def test_files_that_do_not_fit_are_refused_by_the_tensors_name(change, message, root, build, tmp_path):
     folder = write_mtp(root, "qwen3.5")
-    shutil.copytree(folder, tmp_path / "other")
+    other = write_other(folder, tmp_path / "other", change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        build(other)
+    assert str(other) in str(caught.value)
+
+
+def of_head(core):
+    (sums,) = core.ranks.call(commands.CHECKSUMS)
+    return {name: found for name, found in sums.items() if name.startswith("head.")}
+
+
+def write_other(folder, target, change):
+    """Writes the checkpoint with changed tensors to `target`, and returns it."""
+    shutil.copytree(folder, target)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message) as caught:
-        build(tmp_path / "other")
-    assert str(tmp_path / "other") in str(caught.value)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_new_checkpoint_brings_its_head(root, build, tmp_path):
+    folder = write_mtp(root, "qwen3.5")
+    other = write_other(folder, tmp_path / "a", lambda tensors: tensors["mtp.fc.weight"].mul_(2))
+    core, want = build(folder), of_head(build(other))
+    before = of_head(core)
+    assert before != want
+    core.update_weights(str(other))
+    assert of_head(core) == want
+
+
+def test_a_new_checkpoint_without_a_head_leaves_the_head_as_it_is(root, build, tmp_path):
+    def headless(tensors):
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+        tensors["model.embed_tokens.weight"] *= 2
+
+    folder = write_mtp(root, "qwen3.5")
+    other = write_other(folder, tmp_path / "a", headless)
+    core = build(folder)
+    before = of_head(core)
+    core.update_weights(str(other))
+    assert of_head(core) == before
+    assert answer(core, PROMPT, 12) == tiny.greedy(other, PROMPT, 12)
+
+
+def test_a_head_with_an_end_of_the_vocabulary_for_itself_is_another_model(root, build, tmp_path):
+    other = write_other(
+        write_mtp(root, "glm4-moe"),
+        tmp_path / "a",
+        lambda tensors: tensors["model.layers.3.shared_head.head.weight"].mul_(-1),
+    )
+    core = build(write_mtp(root, "glm4-moe"))
+    with pytest.raises(CheckpointError, match="its MTP head and the engine's do not have the same ends"):
+        core.update_weights(str(other))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_head_sleeps_and_wakes(level, root, build):
+    folder = write_mtp(root, "glm4-moe")
+    core = build(folder, enable_sleep_mode=True)
+    before = of_head(core)
+    core.sleep(level)
+    core.wake_up()
+    if level == 2:
+        core.update_weights(str(folder))
+    assert of_head(core) == before and len(before) >= 10
+    assert answer(core, PROMPT, 12) == tiny.greedy(folder, PROMPT, 12)
+
+
+WIDE = dict(
+    hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=128
+)
+
+
+@pytest.mark.parametrize("left", ["mtp.", "lm_head"], ids=["head in plain numbers", "head quantized"])
+@pytest.mark.parametrize("kind", ["fp8-blocks", "int4", "nvfp4"])
+def test_a_head_of_a_quantized_model_may_be_quantized_or_not(kind, left, root, build, tmp_path):
+    """Its drafts are those of the unpacked head. 4 bits are unpacked here, as activations are rounded otherwise."""
+    packed = tmp_path / "packed"
+    shutil.copytree(write_mtp(root / kind, "qwen3.5", **WIDE), packed)
+    unpacked = quantized.repack(packed, kind, left)
+    plain = tmp_path / "plain"
+    shutil.copytree(packed, plain)
+    save_file(unpacked, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    core = build(packed, dtype="auto" if kind == "fp8-blocks" else "float32")
+    module = core.ranks.runner.head.module
+    is_packed = module.layers[0].mlp.down_proj.weight is None
+    assert is_packed == (kind == "fp8-blocks" and left != "mtp.")
+    oracle, drafts_RK = MtpOracle(plain), core.ranks.runner.drafting.rows.drafts_RK
+
+    def compare(tokens):
+        if len(tokens) < 8:
+            assert drafts_RK[0].tolist() == oracle.drafts(PROMPT + tokens, K)
+
+    assert answer(core, PROMPT, 8, compare) == tiny.greedy(plain, PROMPT, 8)
+    if kind == "int4":
+        assert answer(build(packed, dtype="auto"), PROMPT, 8) == answer(
+            build(packed, dtype="auto", speculative_config=None), PROMPT, 8
+        )
