@@ -60,12 +60,15 @@ def answer(core, prompt, n, each_step=lambda tokens: None):
     return found
 
 
-@pytest.mark.parametrize("name", [*NEAR_LAST, *QWENS, *NEMOTRONS])
-def test_drafts_are_those_of_transformers_head(name, root, build):
+@pytest.mark.parametrize(
+    "name, ranks",
+    [*((name, 1) for name in (*NEAR_LAST, *QWENS, *NEMOTRONS)), ("glm4-flash", 2), ("qwen3.5-moe", 2)],
+)
+def test_drafts_are_those_of_transformers_head(name, ranks, root, build):
     """After prompts in chunks and from the prefix cache, and after steps whose drafts are wrong."""
     folder = write_mtp(root, name)
     oracle = (NemotronOracle if name in NEMOTRONS else MtpOracle)(folder)
-    core = build(folder, max_num_batched_tokens=16)
+    core = build(folder, max_num_batched_tokens=16, tensor_parallel_size=ranks)
     drafts_RK, compared = core.ranks.runner.drafting.rows.drafts_RK, []
 
     def compare(tokens):
