@@ -753,6 +753,11 @@ class ResolvedConfig(EngineConfig):
         EngineConfig.__post_init__(self)
         object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))  # ranks get fields
 
+    @property
+    def queries(self) -> int:
+        """The most tokens of a decode in one step."""
+        return 1 if self.speculative is None else self.speculative.queries
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:

@@ -49,7 +49,8 @@ def select_backends(
     elif name == "triton":
         from shoal.attention.triton import TritonBackend
 
-        build = partial(TritonBackend, fp8_cache=config.kv_cache_dtype != "auto", holding=holding)
+        fp8_cache = config.kv_cache_dtype != "auto"
+        build = partial(TritonBackend, fp8_cache=fp8_cache, holding=holding, queries=config.queries)
     else:
         from shoal.attention import flash
 

@@ -39,6 +39,7 @@ from shoal.kernels.attention.paged_attention import (
     queries_per_tile,
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention
+from shoal.kernels.drafting.draft_rows import most_decodes
 from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.layer_cache import LayerCache
 
@@ -65,7 +66,7 @@ class TritonBackend:
         queries: int = 1,
     ) -> None:
         """holding: the region for partial results, which need not outlive a step. queries: the most tokens of
-        a decode in one step."""
+        a decode in one step, which has at most `most_decodes(queries)` decodes if these are several."""
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.fp8_cache = fp8_cache
         self.scale, self.softcap, self.num_kv_heads = shape.scale, shape.softcap, num_kv_heads
@@ -89,7 +90,8 @@ class TritonBackend:
             parts = prefix_parts(num_seqs, num_kv_heads, self.num_sms)
             return num_tiles * self.tile_queries[queries] * self.group * (splits + parts)
 
-        steps = list(product(range(1, max_num_seqs + 1), range(1, queries + 1)))
+        counts = product(range(1, max_num_seqs + 1), range(1, queries + 1))
+        steps = [(n, k) for n, k in counts if k == 1 or n <= most_decodes(k)]
         self.workspace = DecodeWorkspace.allocate(
             num_kv_heads * max(most_partials(*step) for step in steps),
             num_kv_heads * max(self.num_tiles(*step) for step in steps),

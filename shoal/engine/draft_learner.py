@@ -4,6 +4,7 @@ verifies. scheduling/draft_lengths.py is the choice."""
 from __future__ import annotations
 
 from shoal.config import ResolvedConfig, SpeculativeConfig
+from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.scheduling.draft_lengths import DraftLengths
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.step_part import StepPart
@@ -14,7 +15,10 @@ class DraftLearner(StepPart):
         if options.has_head:  # it runs as many slots after the last token of a step
             scheduler.lookahead = options.num_speculative_tokens - 1
         self._lengths = scheduler.lengths = DraftLengths(
-            options.queries - 1, config.max_num_batched_tokens, options.enable_adaptive_verification
+            options.queries - 1,
+            config.max_num_batched_tokens,
+            options.enable_adaptive_verification,
+            draft_sizes(config),
         )
 
     def completed(self, plan: StepPlan, seconds: float) -> None:

@@ -123,16 +123,19 @@ def resolve_config(
 def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
     """Returns what speculation may do. Raises ConfigError for a model or machine without drafts."""
     options = config.speculative_config
-    has_states = _has_states(model)
+    refuses = None
+    if _has_states(model):
+        refuses = f"for {config.model}, whose states can't be taken back"
+    elif gpu and config.attention_backend not in ("auto", "triton"):
+        refuses = f"with attention_backend {config.attention_backend!r}"
     if options is not None and options.method == "auto":
-        if has_states or gpu:
+        if refuses is not None:
             return None
         options = dataclasses.replace(options, method="ngram")
-    if options is not None and (has_states or gpu):
-        where = f"for {config.model}, whose states can't be taken back" if has_states else "on a GPU"
+    if options is not None and refuses is not None:
         raise ConfigError(
-            f"speculative_config must be unset {where} in this release, got method {options.method!r}; leave "
-            "it out: answers are the same"
+            f"speculative_config must be unset {refuses} in this release, got method {options.method!r}; "
+            "leave it out: answers are the same"
         )
     if options is not None and options.num_speculative_tokens is None:
         if model.head_drafts is None:

@@ -123,7 +123,7 @@ class StepLoop:
     # Inside
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        packed, options = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
+        packed, options = self.builder.build(plan, self.ranks.runner.padded_decodes(plan))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()

@@ -8,15 +8,27 @@ is accepted if it is what was drawn there: the tokens are the same as without dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from shoal.attention.step_input import SharedPrefixes, StepInput
-from shoal.config import SpeculativeConfig
+from shoal.config import ResolvedConfig, SpeculativeConfig
 from shoal.engine.drafting.head_drafter import HeadDrafter
+from shoal.engine.drafting.rank_head import RankHead
+from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.scheduling.draft_lengths import DraftReport
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.drafting.draft_rows import (
+    MOST_DECODES,
+    REPORT_SIZE,
+    DraftRows,
+    LookUp,
+    Report,
+    SuffixLookUp,
+)
+from shoal.kernels.ops import Ops
 from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.kernels.state import Field
 
@@ -24,6 +36,7 @@ from shoal.kernels.state import Field
 # attention reads kilobytes.
 MOST_HISTORY = 1 << 16
 HELD = {0: None, 1: False, 2: True}  # Report.FIRST
+OPS = {"cuda": "shoal.kernels.drafting.triton_ops", "cpu": "shoal.kernels.cpu.drafting"}
 
 
 def history_length(options: SpeculativeConfig, max_model_len: int) -> int:
@@ -44,7 +57,7 @@ def _parameters_of(options: SpeculativeConfig, most: int) -> LookUp | SuffixLook
 
 
 class Drafting:
-    """Everything stays where it is as long as the engine lives."""
+    """Everything stays where it is as long as the engine lives, as graphs have captured it."""
 
     def __init__(
         self,
@@ -56,14 +69,16 @@ class Drafting:
         max_model_len: int,
         device: torch.device,
         drafter: HeadDrafter | None = None,
+        sizes: Iterable[int] = (),
     ) -> None:
         """`table`, `active_B`, `sampled_S` and `block_tables`: parts of the rank's BatchState. `drafter`:
-        None: drafts are looked up."""
-        self._drafter = drafter
-        # Speculation runs on CPUs alone so far. A GPU's process must not compile the C library.
-        from shoal.kernels.cpu import drafting as ops
-
-        self._ops, self.queries = ops, options.queries
+        None: drafts are looked up. `sizes`: the numbers of tokens that decodes may have, where these are
+        few."""
+        self._drafter, self._sizes = drafter, [1, *sizes]
+        self._on_gpu = device.type == "cuda"
+        # A GPU's process must not compile the C library, and a CPU's must not import Triton.
+        self._ops: Any = importlib.import_module(OPS[device.type])
+        self.queries = options.queries
         self._table, self._active_B, self._sampled_S = table, active_B, sampled_S
         self._block_tables = block_tables
         num_rows, size = table.shape[0], active_B.shape[0]
@@ -76,13 +91,15 @@ class Drafting:
             )
             self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
             self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
-            # The position of TOKEN of each of the step's decodes, and how many drafts the step verifies.
-            self._starts_B = torch.zeros(size, dtype=torch.int32)
-            self._verified_B = torch.zeros(size, dtype=torch.int32)
+            # Of each of the step's decodes the position of TOKEN, the number of drafts that the step
+            # verifies, and the first draft if it verifies none.
+            self._starts_B, self._verified_B, self._unverified_B = torch.zeros(3, size, dtype=torch.int32)
             self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries + most, dtype=torch.int32)
             self._query_starts = {
                 n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
             }
+        self._step: StepInput  # the last decode step that was made
+        self._captured: dict[Hashable, StepInput] = {}  # steps of graphs whose hidden states a head reads
 
     @property
     def history_length(self) -> int:
@@ -106,7 +123,7 @@ class Drafting:
         token_ids_T, positions_T, rows_T = self._tokens[:, : size * queries]
         kv_lens_B = self._kv_lens_B[:size]
         self._begin(rows_B, token_ids_T, positions_T, rows_T, kv_lens_B)
-        return StepInput(
+        self._step = StepInput(
             token_ids_T=token_ids_T,
             positions_T=positions_T,
             rows_T=rows_T,
@@ -119,6 +136,7 @@ class Drafting:
             queries=queries,
             prefixes=prefixes,
         )
+        return self._step
 
     def places(self, num_decodes: int, queries: int) -> SamplePlaces:
         """Returns the places of the last decode step."""
@@ -126,7 +144,7 @@ class Drafting:
         return SamplePlaces(rows_T, positions_T, token_ids_T)
 
     def begin_mixed(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> None:
-        """Fills in the tokens of the decodes in an eager mixed step's sections."""
+        """Fills in the tokens of the decodes in a mixed step's sections."""
         own = slice(num_decodes * queries)
         tokens = (sections[name][own] for name in ("token_ids", "positions", "token_rows"))
         self._begin(sections["rows"][:num_decodes], *tokens, sections["kv_lens"][:num_decodes])
@@ -134,46 +152,112 @@ class Drafting:
         sections["sample_positions"][own] = sections["positions"][own]
 
     def _begin(self, rows_B: torch.Tensor, *outs: torch.Tensor) -> None:
-        token_ids_T, positions_T, rows_T, kv_lens_B = outs
-        self._ops.begin_verification(
-            rows_B,
-            self._table,
-            self.rows,
-            token_ids_T,
-            positions_T,
-            rows_T,
-            kv_lens_B,
-            self._starts_B[: len(rows_B)],
-            self._verified_B[: len(rows_B)],
-        )
+        size = len(rows_B)
+        begun = self._starts_B[:size], self._verified_B[:size], self._unverified_B[:size]
+        self._ops.begin_verification(rows_B, self._table, self.rows, *outs, *begun)
 
-    def end(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Accepts drafts by the step's samples, and looks up the next ones. `sections`: a mixed step's.
-        Returns the report, int32 [sequences that are sampled from, X] (draft_rows.py)."""
+    def report(
+        self,
+        sizes: tuple[int, int, int],
+        sections: dict[str, torch.Tensor],
+        ended: bool,
+        after_layer: Callable[[int], None] | None,
+    ) -> torch.Tensor | None:
+        """Ends a step of `sizes` (decodes, queries, samples), unless its graph has `ended` it already.
+        `sections`: a mixed step's. `after_layer` is notified of a head's layers.
+
+        Returns the report, int32 [sequences that are sampled from, X] (draft_rows.py). None: there are so
+        many sequences that none gets drafts, and each has the one token that was sampled."""
+        num_decodes, queries, num_samples = sizes
+        if not ended:
+            self.end(num_decodes, queries, num_samples, sections)
+        if after_layer is not None and self._drafter is not None:
+            for layer in self._drafter.head.layers:
+                after_layer(layer)
+        num_seqs = num_decodes + num_samples - num_decodes * queries
+        return self._report_SX[:num_seqs] if self._looks_up(num_seqs) else None
+
+    def _looks_up(self, num_seqs: int) -> bool:
+        return not self._on_gpu or num_seqs <= MOST_DECODES
+
+    def end(
+        self, num_decodes: int, queries: int, num_samples: int, sections: dict[str, torch.Tensor]
+    ) -> None:
+        """Accepts drafts by the step's samples, and looks up the next ones."""
         rows, starts = self._active_B[:num_decodes], self._starts_B[:num_decodes]
-        num_samples = num_decodes * queries
-        if "sample_rows" in sections:  # after the decodes come prefills
-            own, num_samples = slice(num_samples, None), len(sections["sample_rows"])
+        own_samples = num_decodes * queries
+        if num_samples > own_samples:  # after the decodes come prefills
+            own = slice(own_samples, num_samples)
             rows = torch.cat((sections["rows"][:num_decodes], sections["sample_rows"][own]))
             starts = torch.cat((starts, sections["sample_positions"][own]))
-        report_SX = self._report_SX[: len(rows)]
-        table, sampled_N = self._table, self._sampled_S[:num_samples]
-        verified_B = self._verified_B[:num_decodes]
+        elif "rows" in sections:
+            rows = sections["rows"][:num_decodes]
+        report_SX, table = self._report_SX[: len(rows)], self._table
         self._ops.accept(
-            sampled_N, rows, starts, verified_B, num_decodes, queries, table, self.rows, report_SX
+            self._sampled_S[:num_samples],
+            sections.get("token_ids", self._tokens[0]),
+            rows,
+            starts,
+            self._verified_B[:num_decodes],
+            self._unverified_B[:num_decodes],
+            num_decodes,
+            queries,
+            table,
+            self.rows,
+            report_SX,
         )
-        if self._drafter is None:
-            self._ops.look_up(rows, table, self.rows, self._parameters, report_SX)
-        else:
-            counts_S = self._drafter.propose(rows, self.rows)
+        looks_up = self._looks_up(len(rows))
+        if self._drafter is not None:
+            counts_S = self._drafter.propose(rows, self.rows, None if looks_up else 0)
             report_SX[:, Report.NUM_DRAFTS] = table[rows.long(), Field.NUM_DRAFTS] = counts_S
-        report_SX[:, REPORT_SIZE + self.queries :] = self.rows.drafts_RK[rows.long()]
-        return report_SX
+            report_SX[:, -self.rows.drafts_RK.shape[1] :] = self.rows.drafts_RK[rows.long()]
+        elif looks_up:
+            self._ops.look_up(rows, table, self.rows, self._parameters, report_SX)
 
-    def end_layers(self, after_layer: Callable[[int], None]) -> None:
-        """Reports a head's layers, which run in `end`."""
-        for layer in () if self._drafter is None else self._drafter.head.layers:
-            after_layer(layer)
+    # Graphs
+
+    def capture_end(self, key: Hashable, rows: int, queries: int) -> tuple[torch.Tensor, ...]:
+        """Ends the decode step that has just been made, inside of its graph. Returns as `captured`."""
+        outputs = self.captured(key, self._step)
+        self.end(rows, queries, rows * queries, {})
+        return outputs
+
+    def captured(self, key: Hashable, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """Returns the further outputs of a graph of `step`, which `replayed` needs."""
+        if self._drafter is None:
+            return ()
+        states = self._drafter.head.states
+        states.begin_without_layers(step)
+        self._captured[key] = step
+        return (states.states_TX,)
+
+    def replayed(self, key: Hashable, outputs: Sequence[torch.Tensor]) -> None:
+        """Prepares an `end` after a graph, whose outputs these are."""
+        if self._drafter is not None:
+            self._drafter.resume(self._captured[key], outputs[-1])
+
+    # The start
+
+    def rehearse(self) -> None:
+        """Launches whatever kernels an eager step launches, for padding."""
+        entry = torch.tensor([self.rows.history_RL.shape[0] - 1, 0, 1, 0], dtype=torch.int32)
+        self._ops.write_histories(entry.to(self._table.device), self.rows)
+        rows_B, kv_lens_B = torch.full_like(self._kv_lens_B[:1], -1), self._kv_lens_B[:1]
+        for queries in self._sizes:
+            self._begin(rows_B, *self._tokens[:, :queries], kv_lens_B)
+            report_SX, sampled_N = self._report_SX[:1], self._sampled_S[:queries]
+            begun = self._starts_B[:1], self._verified_B[:1], self._unverified_B[:1]
+            ins = sampled_N, self._tokens[0], rows_B, *begun
+            self._ops.accept(*ins, 1, queries, self._table, self.rows, report_SX)
+        if self._drafter is None:
+            self._ops.look_up(rows_B, self._table, self.rows, self._parameters, report_SX)
+
+    def rehearse_head(self, step: StepInput) -> None:
+        """Runs a head, if there is one, after a rehearsal's step: it takes memory and time as the model
+        does."""
+        if self._drafter is not None:
+            self._drafter.head.states.begin_without_layers(step)
+            self._drafter.propose(step.rows_S, self.rows)
 
 
 def read_reports(report: torch.Tensor) -> tuple[list[list[int]], list[DraftReport]]:
@@ -190,3 +274,23 @@ def read_reports(report: torch.Tensor) -> tuple[list[list[int]], list[DraftRepor
         )
         for ints in lists
     ]
+
+
+def build_drafting(
+    config: ResolvedConfig,
+    head: RankHead | None,
+    ops: Ops,
+    caches: Callable[[], Sequence[Any]],
+    table: torch.Tensor,
+    *parts: Any,
+) -> Drafting | None:
+    """Returns the speculation of a rank, as `config` says. `caches` returns all layers' caches; `table` and
+    the other `parts` are of the BatchState, as Drafting takes them. None: without speculation."""
+    options = config.speculative
+    if options is None:
+        return None
+    drafter = None
+    if head is not None:
+        drafter = HeadDrafter(head, ops, table, caches, options.num_speculative_tokens)
+    sizes = draft_sizes(config) or ()
+    return Drafting(options, table, *parts, config.max_model_len, table.device, drafter, sizes)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from shoal.attention.step_input import StepInput
-from shoal.config import SpeculativeConfig
 from shoal.engine.drafting.rank_head import RankHead
 from shoal.kernels.drafting.draft_rows import DraftRows
 from shoal.kernels.ops import Ops
@@ -46,11 +45,19 @@ class HeadDrafter:
         layers = head.module.modules()
         self.backends = {layer.backend for layer in layers if isinstance(layer, Attention | LatentAttention)}
 
-    def propose(self, rows_S: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
+    def resume(self, step: StepInput, states_TX: torch.Tensor) -> None:
+        """Takes the hidden states of a replayed graph, which has captured `step`."""
+        self.head.states.resume(step, states_TX)
+        for backend in self.backends:
+            backend.begin(step)
+
+    def propose(self, rows_S: torch.Tensor, drafts: DraftRows, most: int | None = None) -> torch.Tensor:
         """Writes drafts after each row's TOKEN, which the step has sampled and the history has. Returns how
         many there are, int32 [S].
 
-        A row that lacks blocks for further slots gets fewer drafts."""
+        A row that lacks blocks for further slots gets fewer drafts. `most`: drafts of a row; with 0 the
+        head's cache alone is filled. None: `num_drafts`."""
+        most = self.num_drafts if most is None else most
         module, caches, step = self.head.module, self.head.caches_of(self.caches()), self.head.states.step
         length, rows = drafts.history_RL.shape[1], rows_S.long()
         # `sample` writes into the rows that it samples for: these are copies.
@@ -62,20 +69,20 @@ class HeadDrafter:
         hidden_TD = module.fuse(self.head.states.states_TX)
         before_S = _slots_before(step, rows_S, positions_S)
         normed_SD, hidden_SD = module(following_T, hidden_TD, step, caches, before_S)
-        if len(rows_S) == 0:
+        if len(rows_S) == 0 or not most:
             return torch.zeros_like(rows_S)
         is_row_S = rows_S >= 0
         own_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
         copies_S = torch.where(is_row_S, own_S, -1)
         drafted_S = torch.zeros_like(rows_S)
-        for i in range(self.num_drafts):
+        for i in range(most):
             if i:
                 slots_S = positions_S + (i - 1)
                 step_of_one = self._step(step, rows_S, slots_S, is_row_S & (slots_S < rooms_S))
                 normed_SD, hidden_SD = module(drafted_S, hidden_SD, step_of_one, caches)
             self.ops.sample(module.logits(normed_SD), copies_S, positions_S + i, fields_SF, drafted_S)
             drafts.drafts_RK[rows, i] = drafted_S
-        num_slots_S = (rooms_S - positions_S).clamp(min=0, max=self.num_drafts - 1)
+        num_slots_S = (rooms_S - positions_S).clamp(min=0, max=most - 1)
         return torch.where(is_row_S, num_slots_S + 1, 0).int()
 
     def _step(
@@ -97,17 +104,6 @@ class HeadDrafter:
         for backend in self.backends:
             backend.begin(one)
         return one
-
-
-def build_drafter(
-    head: RankHead | None,
-    ops: Ops,
-    table: torch.Tensor,
-    caches: Callable[[], Sequence[Any]],
-    options: SpeculativeConfig,
-) -> HeadDrafter | None:
-    """Returns the drafter of a rank with a head. None: it has no head."""
-    return None if head is None else HeadDrafter(head, ops, table, caches, options.num_speculative_tokens)
 
 
 def _slots_before(step: StepInput, rows_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:

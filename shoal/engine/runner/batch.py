@@ -311,7 +311,7 @@ class BatchBuilder:
 
     def _captured_shape(self, plan: StepPlan, sharing: bool, wants_prompts: bool) -> MixedShape | None:
         """The smallest shape that has room for this step. None: it must run eagerly."""
-        if wants_prompts:
+        if wants_prompts or plan.queries > 1:
             return None
         size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, sharing
         return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)

@@ -30,6 +30,24 @@ def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 
+def decode_ladders(
+    sizes: list[int], share_from: int | None, draft_rows: dict[int, list[int]]
+) -> dict[tuple[int, bool], list[int]]:
+    """The numbers of rows of captured decode steps, ascending, by queries and sharing. Sizes from
+    `share_from` on are captured twice, without and with sharing, because looking for shared prefixes that are
+    not there costs 2 % of a step. Beyond FINE_SHARING rows every other size is captured with it, counted down
+    from MANY and from the largest, because a batch that shares prefixes gains more by that than it loses by
+    padding, and each graph lengthens the start. `draft_rows`: by queries, for steps that verify drafts."""
+    ladders = {(1, False): sorted(sizes)}
+    if share_from is not None:
+        shared = [size for size in sorted(sizes) if size >= share_from]
+        fine = [size for size in shared if size <= FINE_SHARING]
+        coarse = [size for size in shared if FINE_SHARING < size <= MANY]
+        large = [size for size in shared if size > MANY]
+        ladders[1, True] = fine + coarse[::-2][::-1] + large[::-2][::-1]
+    return ladders | {(queries, False): rows for queries, rows in draft_rows.items()}
+
+
 def most_captured_tokens(model: Decoder) -> int:
     """The most tokens of a mixed step that is worth a graph. For more, the GPU takes longer than Python does
     to launch the step."""

@@ -12,13 +12,19 @@ import bisect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from shoal.engine.runner.capture_sizes import FINE_SHARING, MANY
-
 Key = TypeVar("Key")
+
+
+class DecodeKey(NamedTuple):
+    """A captured decode step of `queries` tokens for each of `rows` rows."""
+
+    rows: int
+    queries: int
+    sharing: bool  # whether rows may share prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,43 +105,33 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
-class DecodeGraphs(StepGraphs[tuple[int, bool]]):
-    """Keys are (rows, sharing), the output is logits, [rows, V]. Sizes from `share_from` on are captured
-    twice, without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a
-    step. Beyond FINE_SHARING rows every other size is captured with `sharing`, counted down from MANY and
-    from the largest, because a batch that shares prefixes gains more by that than it loses by padding, and
-    each graph lengthens the start."""
+class DecodeGraphs(StepGraphs[DecodeKey]):
+    """The output is logits, [rows * queries, V]. `ladders`: the captured numbers of rows, ascending, by
+    queries and sharing (capture_sizes.py)."""
 
     def __init__(
         self,
-        decode: Callable[[tuple[int, bool]], tuple[torch.Tensor, ...]],
-        sizes: list[int],
-        share_from: int | None,
+        decode: Callable[[DecodeKey], tuple[torch.Tensor, ...]],
+        ladders: dict[tuple[int, bool], list[int]],
         rehearsal: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.sizes = sorted(sizes)
-        self.sharing_sizes: list[int] = []
-        if share_from is not None:
-            sizes = [size for size in self.sizes if size >= share_from]
-            fine = [size for size in sizes if size <= FINE_SHARING]
-            coarse = [size for size in sizes if FINE_SHARING < size <= MANY]
-            large = [size for size in sizes if size > MANY]
-            self.sharing_sizes = fine + coarse[::-2][::-1] + large[::-2][::-1]
-        keys = [(size, False) for size in self.sizes] + [(size, True) for size in self.sharing_sizes]
-        super().__init__(decode, sorted(keys, reverse=True), rehearsal)
+        self.ladders = ladders
+        keys = [DecodeKey(rows, *kind) for kind, ladder in ladders.items() for rows in ladder]
+        keys.sort(key=lambda key: (key.rows * key.queries, key), reverse=True)
+        super().__init__(decode, keys, rehearsal)
 
-    def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
-        """Returns the fewest captured rows that are at least `size`, and their graph. None: no captured step
-        is large enough."""
-        sizes = self.sharing_sizes if sharing else self.sizes
-        i = bisect.bisect_left(sizes, size)
-        return (sizes[i], self.graphs[sizes[i], sharing]) if i < len(sizes) else None
+    def fitting(self, size: int, queries: int, sharing: bool) -> tuple[DecodeKey, StepGraph] | None:
+        """Returns the key with the fewest captured rows that are at least `size`, and its graph. None: no
+        captured step is large enough. Steps of several queries are captured without sharing alone."""
+        sharing = sharing and queries == 1
+        ladder = self.ladders.get((queries, sharing), [])
+        i = bisect.bisect_left(ladder, size)
+        if i == len(ladder):
+            return None
+        key = DecodeKey(ladder[i], queries, sharing)
+        return key, self.graphs[key]
 
-    def padded(self, size: int) -> int:
+    def padded(self, size: int, queries: int) -> int:
         """Returns the largest number of rows of a step of `size` decodes, padding included."""
-        found = size
-        for sizes in (self.sizes, self.sharing_sizes):
-            i = bisect.bisect_left(sizes, size)
-            if i < len(sizes):
-                found = max(found, sizes[i])
-        return found
+        ladders = (self.ladders.get((queries, sharing), []) for sharing in (False, True))
+        return max(next((rows for rows in ladder if rows >= size), size) for ladder in ladders)

@@ -97,6 +97,7 @@ class Outcome:
     hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
     whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
+    ended: bool = False  # the step's graph has accepted drafts, and made the next ones
 
 
 def more_results(

@@ -17,8 +17,7 @@ import torch
 
 from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
-from shoal.engine.drafting.device import Drafting
-from shoal.engine.drafting.head_drafter import build_drafter
+from shoal.engine.drafting.device import build_drafting
 from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
@@ -38,6 +37,7 @@ from shoal.engine.runner.state_rows import StateRows, plan_states
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps
 from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
+from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.kernels.ops import select_ops
 from shoal.kernels.reference import FP8_MAX
 from shoal.kernels.state import StateLayout
@@ -109,14 +109,9 @@ class ModelRunner:
             self.head = build_head(config, files, self.model, tp, ops, backends, in_weights)
         max_blocks = -(-self.max_model_len // plan.block_size)
         self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
-        options = config.speculative
-        self.state = BatchState(self.layout, self.device, 1 if options is None else options.queries)
-        self.drafting: Drafting | None = None
-        if options is not None:
-            state = self.state
-            parts = state.table, state.active_B, state.sampled_S, state.block_tables
-            drafter = build_drafter(self.head, ops, state.table, lambda: self.cache.layers, options)
-            self.drafting = Drafting(options, *parts, self.max_model_len, self.device, drafter)
+        self.state = state = BatchState(self.layout, self.device, config.queries)
+        parts = state.table, state.active_B, state.sampled_S, state.block_tables
+        self.drafting = build_drafting(config, self.head, ops, lambda: self.cache.layers, *parts)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all
@@ -202,11 +197,11 @@ class ModelRunner:
         with span(name), self.profile.clocked():
             return self.steps.launch(packed, options)
 
-    def padded_decodes(self, num_decodes: int) -> int | None:
-        """Returns the number of rows of the graph that will run a decode step of `num_decodes`. None: without
+    def padded_decodes(self, plan: StepPlan) -> int | None:
+        """Returns the number of rows of the graph that will run the decode step `plan`. None: without
         graphs."""
         graphs = self.steps.decode_graphs
-        return None if graphs is None else graphs.padded(num_decodes)
+        return None if graphs is None else graphs.padded(plan.num_decodes, plan.queries)
 
     # KV blocks below the device
 

@@ -12,8 +12,9 @@ import torch
 
 from shoal.attention.step_input import StepInput
 from shoal.engine.runner.batch import ALIGNMENT, MixedShape
-from shoal.engine.runner.capture_sizes import decode_sizes
-from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
+from shoal.engine.drafting.step_sizes import draft_rows
+from shoal.engine.runner.capture_sizes import decode_ladders, decode_sizes
+from shoal.engine.runner.graphs import DecodeGraphs, DecodeKey, StepGraphs
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.runner.steps import Steps
 from shoal.kernels.compilation import compiling_ahead
@@ -110,7 +111,8 @@ def prepare_steps(runner: ModelRunner) -> None:
 
 def _new_graphs(runner: ModelRunner) -> Graphs:
     sizes = decode_sizes(runner.config.cudagraph_capture_sizes, runner.max_num_seqs)
-    return graphs_of(runner.steps, sizes, runner.share_from)
+    ladders = decode_ladders(sizes, runner.share_from, draft_rows(runner.config))
+    return graphs_of(runner.steps, ladders)
 
 
 def seconds_per_prompt_token(runner: ModelRunner) -> float:
@@ -139,6 +141,8 @@ def rehearse(steps: Steps, num_seqs: int, query_len: int, cached_len: int = 0) -
     last_S = (step.query_starts_S[1:] - 1).long()
     logits_SV = steps.model.logits(steps.model(step, steps.cache.layers, last_S))
     steps.sampler.sample(logits_SV, step.rows_S, step.positions_T[last_S])
+    if steps.drafting is not None:
+        steps.drafting.rehearse_head(step)
     return logits_SV
 
 
@@ -161,6 +165,8 @@ def rehearse_eager(steps: Steps, max_num_seqs: int, max_num_tokens: int) -> None
     rehearse_longest(steps, max_num_tokens)
     flat = steps.state.flat
     steps.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
+    if steps.drafting is not None:
+        steps.drafting.rehearse()
     steps.buffers.rehearse(steps.state.sampled_S[:-1])
 
 
@@ -172,16 +178,19 @@ def rehearse_longest(steps: Steps, max_num_tokens: int) -> None:
         rehearse(steps, 1, query_len, steps.max_model_len - query_len)
 
 
-def graphs_of(steps: Steps, decode_sizes: list[int], share_from: int | None) -> Graphs:
-    """The graphs of all kinds, which are not captured yet."""
+def graphs_of(steps: Steps, ladders: dict[tuple[int, bool], list[int]]) -> Graphs:
+    """The graphs of all kinds, which are not captured yet. `ladders`: of the decode steps
+    (capture_sizes.py)."""
     short = steps.model.one_layer_of_each_kind
 
-    def decode(key: tuple[int, bool]) -> tuple[torch.Tensor, ...]:
-        num_rows, sharing = key
-        return (steps.decode(num_rows, steps.max_model_len, sharing),)
+    def decode(key: DecodeKey) -> tuple[torch.Tensor, ...]:
+        logits_SV = steps.decode(key.rows, steps.max_model_len, key.sharing, queries=key.queries)
+        if steps.drafting is None:
+            return (logits_SV,)
+        return logits_SV, *steps.drafting.capture_end(key, key.rows, key.queries)
 
     mixed = StepGraphs(steps.captured_mixed, steps.mixed_shapes[::-1], short)
-    return DecodeGraphs(decode, decode_sizes, share_from, short), mixed, steps.whole_rows.new_graphs()
+    return DecodeGraphs(decode, ladders, short), mixed, steps.whole_rows.new_graphs()
 
 
 def capture(steps: Steps, graphs: Graphs, pool: Any) -> None:

@@ -149,7 +149,7 @@ class Steps:
             outcome = self._run_decode(header, after_layer)
         elif header[Header.GRAPH_TOKENS]:
             inputs = on_device[spans["token_ids"][0] :]
-            outcome = self._run_captured_mixed(header, inputs, sections, after_layer)
+            outcome = self._run_captured_mixed(header, inputs, after_layer)
         else:
             outcome = self._run_mixed(packed, sections, after_layer)
         if num_state_ints > restores:
@@ -160,53 +160,52 @@ class Steps:
             outcome.whole_rows = StepWholeRows(*rows)
             self.whole_rows.draw(outcome.logits_SV, outcome.whole_rows)
         report = None
+        sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), int(header[Header.NUM_SAMPLES])
         if self.drafting is not None:
-            report = self.drafting.end(int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), sections)
-            if after_layer is not None:
-                self.drafting.end_layers(after_layer)
-        return self._collect(header, outcome, options, report)
+            ended = outcome.ended and not num_whole_rows
+            report = self.drafting.report(sizes, sections, ended, after_layer)
+        return self._collect(header, sizes, outcome, options, report)
 
     def _collect(
         self,
         header: np.ndarray,
+        sizes: tuple[int, int, int],
         outcome: Outcome,
         options: SamplerOptions | None,
         report: torch.Tensor | None,
     ) -> StepResult:
-        """Starts the copies to the host, the tokens' copy last. `report`: tokens and drafts, with
-        speculation."""
-        num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), decode_count(header[Header.LOGPROBS])
+        """Starts the copies to the host, the tokens' copy last. `sizes`: decodes, queries and samples.
+        `report`: tokens and drafts, with speculation."""
+        num_samples, num_logprobs = sizes[2], decode_count(header[Header.LOGPROBS])
         more = more_results(self.sampler.logprobs, num_samples, num_logprobs, outcome, options)
         sampled = self.state.sampled_S[:num_samples] if report is None else report.flatten()
         tokens, done = self.buffers.download(sampled)
         if report is not None:
             tokens = tokens.view(report.shape)
-        sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES])
-        return StepResult(tokens, done, *more, *sizes)
+        return StepResult(tokens, done, *more, *sizes[:2])
 
     # Decode
 
     def _run_decode(self, header: np.ndarray, after_layer: AfterLayer | None) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
-        num_rows = int(header[Header.NUM_DECODES])
+        num_rows, queries = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES])
         sharing = bool(header[Header.NUM_DECODE_GROUPS])
-        fitting = None
-        if self.decode_graphs is not None:
-            fitting = self.decode_graphs.fitting(num_rows, sharing)
+        graphs = self.decode_graphs
+        fitting = None if graphs is None else graphs.fitting(num_rows, queries, sharing)
         if fitting is not None:
-            num_rows, graph = fitting
+            key, graph = fitting
+            num_rows = key.rows
             graph.replay()
             if after_layer is not None:
                 self.layer_events.end_graph()
-            [logits_SV] = graph.outputs
-        else:
-            samples = samples_parts(header)
-            queries = int(header[Header.QUERIES])
-            logits_SV = self.decode(
-                num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples, queries
-            )
+            logits_SV = graph.outputs[0]
             if self.drafting is not None:
-                return Outcome(logits_SV, self.drafting.places(num_rows, queries))
+                self.drafting.replayed(key, graph.outputs)
+        else:
+            samples, max_kv_len = samples_parts(header), int(header[Header.MAX_KV_LEN])
+            logits_SV = self.decode(num_rows, max_kv_len, sharing, after_layer, samples, queries)
+        if self.drafting is not None:
+            return Outcome(logits_SV, self.drafting.places(num_rows, queries), ended=fitting is not None)
         return Outcome(logits_SV, decode_places(self.state, num_rows))
 
     def decode(
@@ -301,28 +300,29 @@ class Steps:
     # Captured mixed
 
     def _run_captured_mixed(
-        self,
-        header: np.ndarray,
-        inputs: torch.Tensor,
-        sections: dict[str, torch.Tensor],
-        after_layer: AfterLayer | None,
+        self, header: np.ndarray, inputs: torch.Tensor, after_layer: AfterLayer | None
     ) -> Outcome:
         """`inputs`: the sections that describe tokens, contiguous, as `mixed_inputs` takes them."""
         assert self.mixed_graphs is not None
         self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
         shape, num_samples = MixedShape.of(header), int(header[Header.NUM_SAMPLES])
+        sections = self._static_sections(shape)
+        if self.drafting is not None:
+            self.drafting.begin_mixed(int(header[Header.NUM_DECODES]), 1, sections)
         graph = self.mixed_graphs.graphs[shape]
         graph.replay()
         if after_layer is not None:
             self.layer_events.end_graph()
-        hidden_SD, logits_SV, tokens_S = (output[:num_samples] for output in graph.outputs)
-        places = SamplePlaces(sections["sample_rows"], sections["sample_positions"], tokens_S)
-        return Outcome(logits_SV, places, hidden_SD)
+        if self.drafting is not None:
+            self.drafting.replayed(shape, graph.outputs)
+        hidden_SD, logits_SV, tokens_S = (output[:num_samples] for output in graph.outputs[:3])
+        rows_S, positions_S = (sections[name][:num_samples] for name in ("sample_rows", "sample_positions"))
+        return Outcome(logits_SV, SamplePlaces(rows_S, positions_S, tokens_S), hidden_SD)
 
     def captured_mixed(self, shape: MixedShape) -> tuple[torch.Tensor, ...]:
         """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples, their logits,
         and the tokens before them. A graph captures this."""
-        sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
+        sections = self._static_sections(shape)
         token_ids_T, rows_T = sections["token_ids"], sections["token_rows"]
         is_decode_T = token_ids_T < 0
         token_ids_T = torch.where(is_decode_T, self.state.table[rows_T.long(), Field.TOKEN], token_ids_T)
@@ -343,7 +343,12 @@ class Steps:
         hidden_SD = self.model(step, self.cache.layers, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
-        return hidden_SD, logits_SV, token_ids_T[select_S]
+        more = () if self.drafting is None else self.drafting.captured(shape, step)
+        return hidden_SD, logits_SV, token_ids_T[select_S], *more
+
+    def _static_sections(self, shape: MixedShape) -> dict[str, torch.Tensor]:
+        """The sections of `mixed_inputs`."""
+        return {name: self.mixed_inputs[slice(*span)] for name, span in token_spans(shape).items()}
 
     def drop_graphs(self) -> None:
         self.decode_graphs = self.mixed_graphs = self.whole_rows.graphs = None

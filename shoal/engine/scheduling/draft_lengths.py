@@ -2,7 +2,7 @@
 each request's drafts were accepted, so that expected tokens per second are most. No drafts at all is one
 choice.
 
-A step has one size: the most tokens of a decode, out of a few (`sizes`), as the runner has graphs of them.
+A step has one size: the most tokens of a decode, out of a few (`sizes`), as a GPU's runner has graphs of them.
 What a size costs is learned for each number of decodes, relative to a step without drafts. Drafts exist in
 steps of size 1 too, and are compared with what was sampled: they are free samples of acceptance, so requests
 whose drafts fail back off without being forgotten.
@@ -15,7 +15,7 @@ steps. This class reads no clock.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,11 +71,20 @@ class _Row:
 
 class DraftLengths:
     """most: the most drafts of a sequence in a step. is_adaptive False: always as many, whatever they cost.
-    max_num_batched_tokens: room of a step for decodes of equal sizes."""
+    max_num_batched_tokens: room of a step for decodes of equal sizes. most_decodes: the sizes of steps with
+    drafts, each with the most decodes that it may have; such steps have no prompts. None: any step may have
+    drafts."""
 
-    def __init__(self, most: int, max_num_batched_tokens: int, is_adaptive: bool = True) -> None:
-        self.sizes = sizes_up_to(1 + most)
+    def __init__(
+        self,
+        most: int,
+        max_num_batched_tokens: int,
+        is_adaptive: bool = True,
+        most_decodes: Mapping[int, int] | None = None,
+    ) -> None:
+        self.sizes = sizes_up_to(1 + most) if most_decodes is None else [1, *sorted(most_decodes)]
         self.is_adaptive = is_adaptive
+        self._most_decodes = most_decodes
         self._max_tokens = max_num_batched_tokens
         self._rows: dict[int, _Row] = {}
         self._first, self._further = FIRST, FURTHER
@@ -86,9 +95,11 @@ class DraftLengths:
 
     # Planning
 
-    def choose(self, running: Iterable[Sequence]) -> int:
-        """Returns the size of the next step."""
+    def choose(self, running: Iterable[Sequence], may_start: bool = False) -> int:
+        """Returns the size of the next step. `may_start`: a waiting sequence may start with it."""
         decodes = [seq for seq in running if seq.status is SequenceStatus.DECODE]
+        if self._most_decodes is not None and (may_start or _has_prompt(running)):
+            return 1
         decodes = [seq for seq in decodes if not (seq.lockstep and seq.num_pending)]  # these wait
         sizes = self._sizes_for(len(decodes))
         if not self.is_adaptive:
@@ -118,7 +129,12 @@ class DraftLengths:
         room = self._max_tokens // max(1, num_decodes)
         if self.is_adaptive:
             room //= 2  # half of a step is left to prompts
-        return [size for size in self.sizes if size == 1 or size <= room]
+        most = self._most_decodes or {}
+        return [
+            size
+            for size in self.sizes
+            if size == 1 or (size <= room and num_decodes <= most.get(size, num_decodes))
+        ]
 
     def _gains(self, history: DraftHistory) -> list[float]:
         """Returns for each size how many drafts of the sequence will probably be accepted."""
@@ -166,10 +182,16 @@ class DraftLengths:
 
     # Learning
 
-    def learn(self, seq: Sequence, num_tokens: int, report: DraftReport) -> None:
-        """Corrects the acceptance of a sequence for which a step has sampled `num_tokens` tokens."""
+    def learn(self, seq: Sequence, num_tokens: int, report: DraftReport | None) -> None:
+        """Corrects the acceptance of a sequence for which a step has sampled `num_tokens` tokens. `report`
+        None: its drafts are out of date."""
         self._num_tokens += num_tokens
         history = seq.drafts
+        if report is None:
+            if history is not None and history.num_drafts:
+                history.num_drafts, history.drafts = 0, []
+                history.num_forced, history.is_cut, history.gains = 0, False, []
+            return
         if history is None:
             history = seq.drafts = DraftHistory(self._first, self._further)
         verified, accepted = report.num_verified, num_tokens - 1
@@ -236,6 +258,11 @@ class DraftLengths:
             cost.ratio += COST_RATE * (believed - cost.ratio)
         cost.at, cost.last = self._num_steps, ratio
         cost.count += 1
+
+
+def _has_prompt(running: Iterable[Sequence]) -> bool:
+    prefill = SequenceStatus.PREFILL
+    return any(seq.status is prefill and not seq.request.fetches_only for seq in running)
 
 
 def drafted(num_kept: int, num_sampled: int, report: DraftReport) -> Drafted | None:

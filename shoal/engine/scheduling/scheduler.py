@@ -248,7 +248,8 @@ class Scheduler:
         """Returns the next step, or None if nothing can run before an `update` or `add`."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
-        queries = self._queries if self.lengths is None else self.lengths.choose(self.running)
+        may_start = bool(self._free_rows and self.waiting)
+        queries = self._queries if self.lengths is None else self.lengths.choose(self.running, may_start)
         num_tokens = self._schedule_decodes(decodes, queries)
         queries = max((entry.num_tokens for entry in decodes), default=1)
         if self.waiting or len(decodes) < len(self.running):
@@ -273,7 +274,7 @@ class Scheduler:
     ) -> list[TokenResult]:
         """Applies the tokens that a step has sampled, a list for each of its entries that samples: one token,
         or as many as `num_tokens` of a decode. It must be called for every plan, in the order of the plans.
-        `reports`: about the drafts of each of these entries, if there are drafts.
+        `reports`: about the drafts of each of these entries, if the step looked some up.
 
         Returns the tokens that count. Tokens after a sequence's end are dropped, whether it ended earlier or
         with one of these. A token that a grammar refuses is dropped too, and ends its sequence with an error.
@@ -289,7 +290,7 @@ class Scheduler:
                 continue
             token_ids, grammar, known = tokens[sample], seq.grammar, seq.token_ids
             if self.lengths is not None:
-                self.lengths.learn(seq, len(token_ids), reports[sample])
+                self.lengths.learn(seq, len(token_ids), reports[sample] if reports else None)
             if seq.request.embed:  # a row gives its hidden state only if it samples a token
                 self._finish(seq, FinishReason.STOP)
                 results.append(TokenResult(seq, token_ids, sample, FinishReason.STOP))

@@ -17,17 +17,18 @@ typedef struct {
 } DraftRows;
 
 void shoal_begin_verification(const DraftRows *d, const int32_t *rows, int count, int queries, int32_t *tokens, int32_t *positions,
-                              int32_t *token_rows, int32_t *kv_lens, int32_t *starts, int32_t *verified) {
+                              int32_t *token_rows, int32_t *kv_lens, int32_t *starts, int32_t *verified, int32_t *unverified) {
     for (int b = 0; b < count; b++) {
         const int32_t row = rows[b], *fields = d->table + row * d->table_stride;
-        int start = -1, n = 0;
+        int start = -1, n = 0, first = -1;
         if (row >= 0) {
             const int most = (fields[MAX_TOKENS] < queries ? fields[MAX_TOKENS] : queries) - 1;
             start = fields[POSITION];
             n = fields[NUM_DRAFTS] < most ? fields[NUM_DRAFTS] : most;
             n = n > 0 ? n : 0;
+            if (fields[NUM_DRAFTS] && !n) first = d->drafts[(int64_t)row * d->num_drafts];
         }
-        kv_lens[b] = start + 1 + n, starts[b] = start, verified[b] = n;
+        kv_lens[b] = start + 1 + n, starts[b] = start, verified[b] = n, unverified[b] = first;
         for (int i = 0; i < queries; i++) {
             const int t = b * queries + i, j = i - (queries - 1 - n);    // j is 0 at TOKEN
             const int there = row >= 0 && j >= 0;
@@ -38,14 +39,15 @@ void shoal_begin_verification(const DraftRows *d, const int32_t *rows, int count
     }
 }
 
-void shoal_accept(const DraftRows *d, const int32_t *sampled, const int32_t *rows, const int32_t *starts, const int32_t *verified, int count,
-                  int num_decodes, int queries, int32_t *report, int64_t report_stride) {
+void shoal_accept(const DraftRows *d, const int32_t *sampled, const int32_t *token_ids, const int32_t *rows, const int32_t *starts,
+                  const int32_t *verified, const int32_t *unverified, int count, int num_decodes, int queries, int32_t *report,
+                  int64_t report_stride) {
     for (int s = 0; s < count; s++) {
         if (rows[s] < 0) continue;
         int32_t *fields = d->table + rows[s] * d->table_stride, *history = d->history + (int64_t)rows[s] * d->length;
-        const int32_t *drafts = d->drafts + (int64_t)rows[s] * d->num_drafts;
-        const int is_decode = s < num_decodes, n = is_decode ? verified[s] : 0;
-        const int32_t *tokens = sampled + (is_decode ? (s + 1) * queries : num_decodes * queries + s - num_decodes + 1) - 1 - n;
+        const int is_decode = s < num_decodes, n = is_decode ? verified[s] : 0, unseen = is_decode ? unverified[s] : -1;
+        const int at = (is_decode ? (s + 1) * queries : num_decodes * queries + s - num_decodes + 1) - 1 - n;
+        const int32_t *tokens = sampled + at, *drafts = token_ids + at + 1;
         int32_t *out = report + s * report_stride;
         int used = 1;
         while (used <= n && tokens[used - 1] == drafts[used - 1]) used++;
@@ -53,9 +55,9 @@ void shoal_accept(const DraftRows *d, const int32_t *sampled, const int32_t *row
             out[REPORT_SIZE + i] = tokens[i];
             history[(starts[s] + 1 + i) % d->length] = tokens[i];
         }
-        out[REPORT_TOKENS] = used, out[REPORT_VERIFIED] = n;
-        out[REPORT_FIRST] = is_decode && n == 0 && fields[NUM_DRAFTS] > 0 ? 1 + (tokens[0] == drafts[0]) : 0;
-        fields[TOKEN] = tokens[used - 1], fields[POSITION] = starts[s] + used;
+        out[REPORT_TOKENS] = used, out[REPORT_VERIFIED] = n, out[REPORT_DRAFTS] = 0;
+        out[REPORT_FIRST] = unseen >= 0 ? 1 + (tokens[0] == unseen) : 0;
+        fields[TOKEN] = tokens[used - 1], fields[POSITION] = starts[s] + used, fields[NUM_DRAFTS] = 0;
     }
 }
 
@@ -90,9 +92,10 @@ static void look_up_unit(void *shared, int s, int thread) {
             const int n = match(tokens, d->length, end, last, oldest, job->max_match);
             if (n > best) best = n, at = end;
         }
+    int32_t *out = job->report + s * job->report_stride, *reported = out + job->report_stride - d->num_drafts;
     int n = 0;
-    for (; n < job->max_drafts && at + n < last; n++) drafts[n] = tokens[(at + n) % d->length];
-    fields[NUM_DRAFTS] = job->report[s * job->report_stride + REPORT_DRAFTS] = n;
+    for (; n < job->max_drafts && at + n < last; n++) reported[n] = drafts[n] = tokens[(at + n) % d->length];
+    fields[NUM_DRAFTS] = out[REPORT_DRAFTS] = n;
 }
 
 void shoal_look_up(const DraftRows *d, const int32_t *rows, int count, int max_drafts, int min_match, int max_match, int32_t *report,
@@ -176,8 +179,10 @@ static void look_up_suffix_unit(void *shared, int s, int thread) {
             memcpy(chosen, found, sizeof(int32_t) * (size_t)num);
         }
     }
+    int32_t *out = job->report + s * job->report_stride;
     memcpy(drafts, chosen, sizeof(int32_t) * (size_t)num_best);
-    fields[NUM_DRAFTS] = job->report[s * job->report_stride + REPORT_DRAFTS] = num_best;
+    memcpy(out + job->report_stride - d->num_drafts, chosen, sizeof(int32_t) * (size_t)num_best);
+    fields[NUM_DRAFTS] = out[REPORT_DRAFTS] = num_best;
 }
 
 // Returns -1 if there is no memory.

@@ -26,8 +26,9 @@ def begin_verification(
     kv_lens_B: torch.Tensor,
     starts_B: torch.Tensor,
     verified_B: torch.Tensor,
+    unverified_B: torch.Tensor,
 ) -> None:
-    outs = token_ids_T, positions_T, rows_T, kv_lens_B, starts_B, verified_B
+    outs = token_ids_T, positions_T, rows_T, kv_lens_B, starts_B, verified_B, unverified_B
     if LIBRARY is None:
         reference.begin_verification(rows_B, table, drafts, *outs)
         return
@@ -42,28 +43,26 @@ def begin_verification(
 
 def accept(
     sampled_N: torch.Tensor,
+    token_ids_T: torch.Tensor,
     rows_S: torch.Tensor,
     starts_S: torch.Tensor,
-    verified_S: torch.Tensor,
+    verified_B: torch.Tensor,
+    unverified_B: torch.Tensor,
     num_decodes: int,
     queries: int,
     table: torch.Tensor,
     drafts: DraftRows,
     report_SX: torch.Tensor,
 ) -> None:
+    ins = sampled_N, token_ids_T, rows_S, starts_S, verified_B, unverified_B
     if LIBRARY is None:
-        reference.accept(
-            sampled_N, rows_S, starts_S, verified_S, num_decodes, queries, table, drafts, report_SX
-        )
+        reference.accept(*ins, num_decodes, queries, table, drafts, report_SX)
         return
-    _check_ints(sampled_N, rows_S, starts_S, verified_S, report_SX)
+    _check_ints(*ins, report_SX)
     described = _described(table, drafts)
     LIBRARY.shoal_accept(
         ctypes.addressof(described),
-        sampled_N.data_ptr(),
-        rows_S.data_ptr(),
-        starts_S.data_ptr(),
-        verified_S.data_ptr(),
+        *(tensor.data_ptr() for tensor in ins),
         rows_S.shape[0],
         num_decodes,
         queries,

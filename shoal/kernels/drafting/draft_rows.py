@@ -10,7 +10,8 @@ import torch
 
 
 class Report(IntEnum):
-    """The first int32s of what a step reports of a sequence that it samples from. The tokens follow."""
+    """The first int32s of what a step reports of a sequence that it samples from. The tokens follow, and the
+    last K are the drafts that the next step may compute."""
 
     NUM_TOKENS = 0  # the tokens that count: the accepted drafts, and one more
     NUM_VERIFIED = 1  # the drafts that the step computed
@@ -43,6 +44,14 @@ class LookUp:
 
 
 MOST_PLACES = 256
+# On a GPU, a step with more tokens is bound by arithmetic, where drafts cost what they bring; and a batch
+# with more decodes has more to gain from its graphs without drafts than from further ones.
+MOST_VERIFIED, MOST_DECODES = 256, 64
+
+
+def most_decodes(queries: int) -> int:
+    """Returns the most decodes of `queries` tokens in a step on a GPU."""
+    return min(MOST_DECODES, MOST_VERIFIED // queries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,33 +33,40 @@ def begin_verification(
     kv_lens_B: torch.Tensor,
     starts_B: torch.Tensor,
     verified_B: torch.Tensor,
+    unverified_B: torch.Tensor,
 ) -> None:
     """Fills in the inputs of decodes of T / B tokens from the state rows: a row's TOKEN, and as many of its
     drafts as its MAX_TOKENS and T / B allow. They are the last of the row's tokens; those before them are
     padding (row and position -1, token 0). `starts_B` gets the position of TOKEN, `verified_B` the number of
-    drafts. A padded sequence (row -1) has padding alone, position -1, and length 0."""
+    drafts, and `unverified_B` the first draft if none of them is verified, else -1. A padded sequence (row
+    -1) has padding alone, position -1, and length 0."""
     queries = token_ids_T.shape[0] // max(1, rows_B.shape[0])
     for b, row in enumerate(rows_B.tolist()):
         place = slice(b * queries, (b + 1) * queries)
         token_ids_T[place], positions_T[place], rows_T[place] = 0, -1, -1
-        start, num_drafts = -1, 0
+        start, num_drafts, unverified = -1, 0, -1
         if row >= 0:
             fields = table[row]
             most = min(int(fields[Field.MAX_TOKENS]), queries) - 1
             start, num_drafts = int(fields[Field.POSITION]), max(0, min(int(fields[Field.NUM_DRAFTS]), most))
+            if fields[Field.NUM_DRAFTS] and not num_drafts:
+                unverified = int(drafts.drafts_RK[row, 0])
             place = slice((b + 1) * queries - 1 - num_drafts, (b + 1) * queries)
             token_ids_T[place.start] = fields[Field.TOKEN]
             token_ids_T[place.start + 1 : place.stop] = drafts.drafts_RK[row, :num_drafts]
             positions_T[place] = torch.arange(start, start + num_drafts + 1, dtype=torch.int32)
             rows_T[place] = row
-        kv_lens_B[b], starts_B[b], verified_B[b] = start + 1 + num_drafts, start, num_drafts
+        kv_lens_B[b], starts_B[b] = start + 1 + num_drafts, start
+        verified_B[b], unverified_B[b] = num_drafts, unverified
 
 
 def accept(
     sampled_N: torch.Tensor,
+    token_ids_T: torch.Tensor,
     rows_S: torch.Tensor,
     starts_S: torch.Tensor,
-    verified_S: torch.Tensor,
+    verified_B: torch.Tensor,
+    unverified_B: torch.Tensor,
     num_decodes: int,
     queries: int,
     table: torch.Tensor,
@@ -68,29 +75,33 @@ def accept(
 ) -> None:
     """Accepts drafts as long as each equals the token that was sampled in its place.
 
-    The first `num_decodes` sequences have `queries` samples each, of which the last verified_S[s] + 1 count;
+    The first `num_decodes` sequences have `queries` samples each, of which the last verified_B[s] + 1 count;
     the others have one. The first sample of a sequence follows the token at starts_S[s]. Its tokens are the
     samples up to the first that differs from its draft. They go into the report and the history, and the last
-    of them, with its position, into the row. Doing it twice changes nothing."""
+    of them, with its position, into the row, which has no drafts then. `token_ids_T`, `verified_B` and
+    `unverified_B` are as begin_verification made them, so accepting once more, after other samples, is
+    possible even if drafts were looked up meanwhile."""
     length = drafts.history_RL.shape[1]
     sampled = sampled_N.tolist()
     for s, (row, start) in enumerate(zip(rows_S.tolist(), starts_S.tolist())):
         if row < 0:
             continue
-        verified = int(verified_S[s]) if s < num_decodes else 0
-        end = (s + 1) * queries if s < num_decodes else num_decodes * queries + s - num_decodes + 1
+        is_decode = s < num_decodes
+        verified = int(verified_B[s]) if is_decode else 0
+        end = (s + 1) * queries if is_decode else num_decodes * queries + s - num_decodes + 1
         tokens = sampled[end - 1 - verified : end]
-        drafted = drafts.drafts_RK[row].tolist()
+        drafted = token_ids_T[end - verified : end].tolist()
         count = 1
         while count <= verified and tokens[count - 1] == drafted[count - 1]:
             count += 1
         for i, token in enumerate(tokens[:count]):
             drafts.history_RL[row, (start + 1 + i) % length] = token
         first = 0
-        if s < num_decodes and verified == 0 and table[row, Field.NUM_DRAFTS] > 0:
-            first = 2 if tokens[0] == drafted[0] else 1
+        if is_decode and unverified_B[s] >= 0:
+            first = 2 if tokens[0] == unverified_B[s] else 1
         table[row, Field.TOKEN] = tokens[count - 1]
         table[row, Field.POSITION] = start + count
+        table[row, Field.NUM_DRAFTS] = report_SX[s, Report.NUM_DRAFTS] = 0
         report_SX[s, Report.NUM_TOKENS] = count
         report_SX[s, Report.NUM_VERIFIED] = verified
         report_SX[s, Report.FIRST] = first
@@ -105,8 +116,8 @@ def look_up(
     report_SX: torch.Tensor,
 ) -> None:
     """Drafts the tokens after each row's TOKEN from what followed the same tokens before, into the row and
-    its NUM_DRAFTS, and into the report the number of them."""
-    length = drafts.history_RL.shape[1]
+    its NUM_DRAFTS, and into the report."""
+    length, first = drafts.history_RL.shape[1], report_SX.shape[1] - drafts.drafts_RK.shape[1]
     for s, row in enumerate(rows_S.tolist()):
         if row < 0:
             continue
@@ -117,7 +128,8 @@ def look_up(
             found = look_up_suffix(tokens, parameters)
         else:
             found = look_up_tokens(tokens, parameters)
-        drafts.drafts_RK[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
+        found_K = torch.tensor(found, dtype=torch.int32)
+        drafts.drafts_RK[row, : len(found)] = report_SX[s, first : first + len(found)] = found_K
         table[row, Field.NUM_DRAFTS] = report_SX[s, Report.NUM_DRAFTS] = len(found)
 
 

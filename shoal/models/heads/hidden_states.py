@@ -5,7 +5,7 @@ inside of wrappers, and final states are taken by hooks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +14,34 @@ from shoal.attention.step_input import StepInput
 from shoal.models.decoder import Decoder
 
 
-class HiddenStates(Protocol):
+class HiddenStates:
     """The hidden states of all tokens of the last step."""
+
+    def __init__(self, width: int) -> None:
+        """`width`: the numbers of a token."""
+        self._none = torch.empty(0, width)
+        self._step: StepInput | None = None
+        self.states_TX = self._none  # the hidden states of all tokens of `step`
 
     @property
     def step(self) -> StepInput:
         """The step that has just run."""
-        ...
+        assert self._step is not None
+        return self._step
 
-    @property
-    def states_TX(self) -> torch.Tensor:
-        """The hidden states of all tokens of `step`, [T, X]."""
-        ...
+    def begin(self, step: StepInput) -> None:
+        """To be called before a step. The memory of the last one's states is free for it."""
+        self._step, self.states_TX = step, self._none
+
+    def begin_without_layers(self, step: StepInput) -> None:
+        """To be called after a rehearsal's step, which may leave out the layers that are read."""
+        if self._step is not step:
+            self._step = step
+            self.states_TX = self._none.new_zeros(step.num_tokens, self._none.shape[1])
+
+    def resume(self, step: StepInput, states_TX: torch.Tensor) -> None:
+        """Takes the hidden states of a replayed graph, which has captured `step`."""
+        self._step, self.states_TX = step, states_TX
 
 
 def read_states(decoder: Decoder, layers: Sequence[int]) -> HiddenStates:
@@ -34,46 +50,35 @@ def read_states(decoder: Decoder, layers: Sequence[int]) -> HiddenStates:
     return LayerStates(decoder, layers) if layers else FinalStates(decoder)
 
 
-class FinalStates:
+class FinalStates(HiddenStates):
     """The final hidden states. A decoder computes selected tokens' alone, and here all of them."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._step: StepInput | None = None
-        self._states_TD = torch.empty(0, decoder.config.hidden_size)
+        super().__init__(decoder.config.hidden_size)
         self._select_S: torch.Tensor | None = None
         decoder.register_forward_pre_hook(self._select_all, with_kwargs=True)
         decoder.register_forward_hook(self._store)
-
-    @property
-    def step(self) -> StepInput:
-        assert self._step is not None
-        return self._step
-
-    @property
-    def states_TX(self) -> torch.Tensor:
-        return self._states_TD
 
     def _select_all(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = ("step", "caches", "select_S", "after_layer")
         given = dict(zip(names, args)) | kwargs
-        self._step, self._select_S = given["step"], given.pop("select_S", None)
+        self.begin(given["step"])
+        self._select_S = given.pop("select_S", None)
         return (), given
 
     def _store(self, decoder: nn.Module, args: tuple[Any, ...], hidden_TD: torch.Tensor) -> torch.Tensor:
-        self._states_TD = hidden_TD
+        self.states_TX = hidden_TD
         return hidden_TD if self._select_S is None else hidden_TD[self._select_S]
 
 
-class LayerStates:
+class LayerStates(HiddenStates):
     """The hidden states that the last step of `decoder` had before each of `layers`, side by side, for all
     tokens of the step: the last layer alone runs for selected ones."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[int]) -> None:
-        self._width = len(layers) * decoder.config.hidden_size
-        self._states_TX = torch.empty(0, self._width)
-        self._step: StepInput | None = None
+        super().__init__(len(layers) * decoder.config.hidden_size)
         first = min(layers)
         wrapped = {
             i: _ReadLayer(
@@ -83,22 +88,13 @@ class LayerStates:
         }
         decoder.running = [(i, wrapped.get(i, layer)) for i, layer in decoder.running]
 
-    @property
-    def step(self) -> StepInput:
-        assert self._step is not None
-        return self._step
-
-    @property
-    def states_TX(self) -> torch.Tensor:
-        return self._states_TX
-
     def begin(self, step: StepInput) -> None:
-        self._step = step
-        self._states_TX = self._states_TX.new_empty(step.num_tokens, self._width)
+        super().begin(step)
+        self.states_TX = self._none.new_empty(step.num_tokens, self._none.shape[1])
 
     def store(self, place: int, x_TD: torch.Tensor | None, residual_TD: torch.Tensor) -> None:
         size = residual_TD.shape[1]
-        own_TD = self._states_TX[:, place * size : (place + 1) * size]
+        own_TD = self.states_TX[:, place * size : (place + 1) * size]
         if x_TD is None:
             own_TD.copy_(residual_TD)
         else:

@@ -15,7 +15,7 @@ from shoal.engine.runner.batch import (
     section_spans,
     token_spans,
 )
-from shoal.engine.runner.capture_sizes import decode_sizes, mixed_shapes
+from shoal.engine.runner.capture_sizes import decode_ladders, decode_sizes, mixed_shapes
 from shoal.engine.runner.graphs import DecodeGraphs
 from shoal.engine.runner.sampler_options import decode_count
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -268,14 +268,23 @@ def test_more_sequences_leave_the_shapes_of_256_and_fewer_as_they_are():
 
 def test_every_decode_step_has_a_graph_whether_it_shares_prefixes_or_not():
     for share_from in (9, None):
-        graphs = DecodeGraphs(lambda _: None, decode_sizes(None, 1024), share_from, nullcontext)
-        assert graphs.keys == sorted(graphs.keys, reverse=True)
+        drafts = {2: [1, 2, 4, 60], 9: [1, 2, 28]}
+        ladders = decode_ladders(decode_sizes(None, 1024), share_from, drafts)
+        graphs = DecodeGraphs(lambda _: None, ladders, nullcontext)
+        sizes = [key.rows * key.queries for key in graphs.keys]
+        assert sizes == sorted(sizes, reverse=True)
         graphs.graphs = {key: key for key in graphs.keys}
         for rows in range(1, 1025):
             for sharing in (False, True) if share_from and rows >= share_from else (False,):
-                size, graph = graphs.fitting(rows, sharing)
-                assert graph == (size, sharing) and rows <= size <= graphs.padded(rows)
-        assert graphs.fitting(1025, False) is None
+                key, graph = graphs.fitting(rows, 1, sharing)
+                assert graph == key == (key.rows, 1, sharing) and rows <= key.rows <= graphs.padded(rows, 1)
+            for queries, most in ((2, 60), (9, 28)):
+                found = graphs.fitting(rows, queries, rows % 2 == 0)  # these are captured without sharing
+                if rows > most:
+                    assert found is None and graphs.padded(rows, queries) == rows
+                else:
+                    assert rows <= found[0].rows == graphs.padded(rows, queries)
+        assert graphs.fitting(1025, 1, False) is None and graphs.fitting(1, 3, False) is None
 
 
 def test_decode_steps_have_little_padding_up_to_the_last_size():
@@ -289,9 +298,9 @@ def test_decode_steps_have_little_padding_up_to_the_last_size():
 
 
 def test_more_sequences_leave_the_sizes_of_256_and_fewer_as_they_are():
-    few, many = (DecodeGraphs(lambda _: None, decode_sizes(None, n), 9, nullcontext) for n in (256, 1024))
-    for sizes, more in ((few.sizes, many.sizes), (few.sharing_sizes, many.sharing_sizes)):
-        assert sizes == [size for size in more if size <= 256]
+    few, many = (decode_ladders(decode_sizes(None, n), 9, {}) for n in (256, 1024))
+    for kind in few.keys() | many.keys():
+        assert few[kind] == [size for size in many[kind] if size <= 256]
 
 
 def test_min_tokens_draws_again_only_while_a_stop_token_is_banned():

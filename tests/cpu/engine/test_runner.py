@@ -70,7 +70,7 @@ class Rank:
     def step(self):
         """The step's plan and result."""
         plan = self.scheduler.schedule()
-        packed, options = self.builder.build(plan, self.runner.padded_decodes(plan.num_decodes))
+        packed, options = self.builder.build(plan, self.runner.padded_decodes(plan))
         result = self.runner.step(packed, options or None)
         header = packed[:HEADER_SIZE]
         kind = "captured mixed" if header[Header.GRAPH_TOKENS] else "mixed"

@@ -1,14 +1,15 @@
-"""Speculation's operations on the CPU against their oracle, and the oracle against what it says."""
+"""Speculation's operations in C and in Triton against their oracle, and the oracle against what it says."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.kernels.cpu import drafting as cpu_drafting
-from shoal.kernels.drafting import reference
+from shoal.kernels.drafting import reference, triton_ops
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
 
@@ -52,36 +53,42 @@ def ints(*shape: int, fill: int = -7) -> torch.Tensor:
     ids=["ngram", "suffix", "short suffix"],
 )
 @pytest.mark.parametrize("queries", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_step_in_c_is_the_references(seed: int, queries: int, parameters: LookUp | SuffixLookUp) -> None:
+@pytest.mark.parametrize(
+    ("fast", "seed"),
+    [*((cpu_drafting, seed) for seed in range(4)), (triton_ops, 4)],
+    ids=["c 0", "c 1", "c 2", "c 3", "triton"],
+)
+def test_a_step_is_the_references(
+    fast: Any, seed: int, queries: int, parameters: LookUp | SuffixLookUp
+) -> None:
     """Verifies, accepts and looks up, three steps one after the other, with padded rows among the decodes and
-    prefills behind them."""
+    prefills behind them. Other samples after the look-up are accepted as if they were the first."""
     print("seed", seed)
     r, found = random.Random(seed), []
     order = r.sample(range(ROWS), ROWS)
     decodes, prefills = [*order[:5], -1], order[5:8]
-    for ops in (reference, cpu_drafting):
+    for ops in (reference, fast):
         torch.manual_seed(seed)
         rows, outs = Rows(seed), []
         for _ in range(3):
             rows_B = torch.tensor(decodes, dtype=torch.int32)
             size = len(decodes) * queries
             token_ids, positions, rows_T = ints(size), ints(size), ints(size)
-            kv_lens, starts, verified = ints(len(decodes)), ints(len(decodes)), ints(len(decodes))
-            ops.begin_verification(
-                rows_B, rows.table, rows.drafts, token_ids, positions, rows_T, kv_lens, starts, verified
-            )
-            outs += [token_ids, positions, rows_T, kv_lens, starts, verified]
-            sampled = torch.randint(0, 4, (size + len(prefills),), dtype=torch.int32)
+            kv_lens, starts, verified, unverified = (ints(len(decodes)) for _ in range(4))
+            begun = token_ids, positions, rows_T, kv_lens, starts, verified, unverified
+            ops.begin_verification(rows_B, rows.table, rows.drafts, *begun)
+            outs += begun
             rows_S = torch.tensor([*decodes, *prefills], dtype=torch.int32)
-            ends = rows.table[prefills, Field.POSITION]
-            report = ints(len(rows_S), REPORT_SIZE + queries)
-            sizes = len(decodes), queries
-            ops.accept(
-                sampled, rows_S, torch.cat((starts, ends)), verified, *sizes, rows.table, rows.drafts, report
-            )
-            ops.look_up(rows_S, rows.table, rows.drafts, parameters, report)
-            outs += [report, *(x.clone() for x in rows.all())]
+            starts_S = torch.cat((starts, rows.table[prefills, Field.POSITION]))
+            report = ints(len(rows_S), REPORT_SIZE + queries + MOST)
+            for _ in range(2):
+                sampled = torch.randint(0, 4, (size + len(prefills),), dtype=torch.int32)
+                ops.accept(
+                    *(sampled, token_ids, rows_S, starts_S, verified, unverified),
+                    *(len(decodes), queries, rows.table, rows.drafts, report),
+                )
+                ops.look_up(rows_S, rows.table, rows.drafts, parameters, report)
+                outs += [report.clone(), *(x.clone() for x in rows.all())]
         found.append(outs)
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
@@ -94,14 +101,18 @@ def test_accepted_drafts_are_those_that_were_sampled(seed: int) -> None:
     rows_B = torch.arange(ROWS, dtype=torch.int32)
     size = ROWS * queries
     token_ids, positions, rows_T = ints(size), ints(size), ints(size)
-    kv_lens, starts, verified = ints(ROWS), ints(ROWS), ints(ROWS)
+    kv_lens, starts, verified, unverified = (ints(ROWS) for _ in range(4))
     cpu_drafting.begin_verification(
-        rows_B, rows.table, rows.drafts, token_ids, positions, rows_T, kv_lens, starts, verified
+        *(rows_B, rows.table, rows.drafts, token_ids, positions, rows_T),
+        *(kv_lens, starts, verified, unverified),
     )
     sampled = torch.randint(0, 2, (size,), dtype=torch.int32)
-    report = ints(ROWS, REPORT_SIZE + queries)
+    report = ints(ROWS, REPORT_SIZE + queries + MOST)
     before = rows.table.clone()
-    cpu_drafting.accept(sampled, rows_B, starts, verified, ROWS, queries, rows.table, rows.drafts, report)
+    cpu_drafting.accept(
+        *(sampled, token_ids, rows_B, starts, verified, unverified),
+        *(ROWS, queries, rows.table, rows.drafts, report),
+    )
     for row in range(ROWS):
         most = min(int(before[row, Field.MAX_TOKENS]), queries) - 1
         num = min(int(before[row, Field.NUM_DRAFTS]), most)
@@ -149,3 +160,33 @@ def test_a_look_up_finds_what_followed_the_longest_suffix(
 )
 def test_a_look_up_that_counts_follows_what_is_most_frequent(tokens: list[int], drafts: list[int]) -> None:
     assert reference.look_up_suffix(tokens, SuffixLookUp(MOST, 24, 1.0, 0.1)) == drafts
+
+
+@pytest.mark.parametrize(
+    "parameters", [LookUp(8, 2, 8), SuffixLookUp(8, 24, 1.0, 0.1)], ids=["ngram", "suffix"]
+)
+def test_a_look_up_in_a_long_history_is_that_in_c(parameters: LookUp | SuffixLookUp) -> None:
+    """There are more places than a program compares at once, and more than count."""
+    length, ends = 5000, [4999, 7777]
+    found = []
+    for ops in (cpu_drafting, triton_ops):
+        r = random.Random(3)
+        table = torch.zeros(3, 32, dtype=torch.int32)
+        drafts = DraftRows(ints(3, 8), torch.zeros(3, length, dtype=torch.int32))
+        passage = [r.randrange(8) for _ in range(30)]
+        entries: list[int] = []
+        for row, end in enumerate(ends):
+            tokens = [r.randrange(8) for _ in range(end)]
+            tokens[2500:2530] = passage
+            tokens[-12:] = passage[:12]
+            entries += [row, max(0, end - length), min(end, length), *tokens[-length:]]
+            table[row, Field.POSITION] = end - 1
+        report = ints(2, REPORT_SIZE + 1 + 8)
+        ops.write_histories(torch.tensor(entries, dtype=torch.int32), drafts)
+        ops.look_up(torch.arange(2, dtype=torch.int32), table, drafts, parameters, report)
+        if isinstance(parameters, LookUp):
+            assert report[:, Report.NUM_DRAFTS].tolist() == [8, 8]
+            assert drafts.drafts_RK[0].tolist() == passage[12:20]
+        found.append((table, report, drafts.drafts_RK, drafts.history_RL))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
