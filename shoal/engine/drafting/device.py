@@ -281,16 +281,15 @@ def build_drafting(
     head: RankHead | None,
     ops: Ops,
     caches: Callable[[], Sequence[Any]],
-    table: torch.Tensor,
-    *parts: Any,
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]],
 ) -> Drafting | None:
-    """Returns the speculation of a rank, as `config` says. `caches` returns all layers' caches; `table` and
-    the other `parts` are of the BatchState, as Drafting takes them. None: without speculation."""
+    """Returns the speculation of a rank, as `config` says. `caches` returns all layers' caches; `state`: the
+    parts of the BatchState that Drafting takes. None: without speculation."""
     options = config.speculative
     if options is None:
         return None
-    drafter = None
+    table, drafter = state[0], None
     if head is not None:
         drafter = HeadDrafter(head, ops, table, caches, options.num_speculative_tokens)
     sizes = draft_sizes(config) or ()
-    return Drafting(options, table, *parts, config.max_model_len, table.device, drafter, sizes)
+    return Drafting(options, *state, config.max_model_len, table.device, drafter, sizes)

@@ -111,7 +111,7 @@ class ModelRunner:
         self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
         self.state = state = BatchState(self.layout, self.device, config.queries)
         parts = state.table, state.active_B, state.sampled_S, state.block_tables
-        self.drafting = build_drafting(config, self.head, ops, lambda: self.cache.layers, *parts)
+        self.drafting = build_drafting(config, self.head, ops, lambda: self.cache.layers, parts)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
         # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all

@@ -2,7 +2,7 @@
 each request's drafts were accepted, so that expected tokens per second are most. No drafts at all is one
 choice.
 
-A step has one size: the most tokens of a decode, out of a few (`sizes`), as a GPU's runner has graphs of them.
+A step has one size: the most tokens of a decode, out of a few (`sizes`), as a GPU has graphs of them.
 What a size costs is learned for each number of decodes, relative to a step without drafts. Drafts exist in
 steps of size 1 too, and are compared with what was sampled: they are free samples of acceptance, so requests
 whose drafts fail back off without being forgotten.
