@@ -91,7 +91,7 @@ class Drafting:
             )
             self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
             self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
-            # Of each of the step's decodes the position of TOKEN, the number of drafts that the step
+            # For each of the step's decodes: the position of TOKEN, the number of drafts that the step
             # verifies, and the first draft if it verifies none.
             self._starts_B, self._verified_B, self._unverified_B = torch.zeros(3, size, dtype=torch.int32)
             self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries + most, dtype=torch.int32)
