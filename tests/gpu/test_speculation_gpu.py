@@ -84,7 +84,7 @@ def test_kernels_are_the_references(parameters, letters):
                 sampled[:-1][: size - 1][held[1:]] = token_ids[1:].cpu()[held[1:]]
             rows_S = torch.cat((decodes, prefills)).to(device)
             starts_S = torch.cat((starts, rows[prefills.to(device).long(), Field.POSITION]))
-            report = ints(len(rows_S), REPORT_SIZE + queries)
+            report = ints(len(rows_S), REPORT_SIZE + queries + 8)
             ins = sampled.to(device), token_ids, rows_S, starts_S, verified, unverified
             for _ in range(2):  # the second time changes nothing
                 ops.accept(*ins, len(decodes), queries, rows, own, report)

@@ -10,7 +10,7 @@ import torch
 
 from shoal.kernels.cpu import drafting as cpu_drafting
 from shoal.kernels.drafting import reference, triton_ops
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.drafting.draft_rows import DRAFTS, REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
 
 ROWS, MOST, LENGTH = 9, 4, 37
@@ -182,7 +182,9 @@ def test_a_look_up_in_a_long_history_is_that_in_c(parameters: LookUp | SuffixLoo
             entries += [row, max(0, end - length), min(end, length), *tokens[-length:]]
             table[row, Field.POSITION] = end - 1
         report = ints(2, REPORT_SIZE + 1 + 8)
+        entries[:0] = [2, DRAFTS, 3, 5, 6, 7]
         ops.write_histories(torch.tensor(entries, dtype=torch.int32), drafts)
+        assert drafts.drafts_RK[2].tolist() == [5, 6, 7, *[-7] * 5]
         ops.look_up(torch.arange(2, dtype=torch.int32), table, drafts, parameters, report)
         if isinstance(parameters, LookUp):
             assert report[:, Report.NUM_DRAFTS].tolist() == [8, 8]

@@ -23,7 +23,7 @@ def _ints(*shape: int) -> torch.Tensor:
 def _look_up(parameters: LookUp | SuffixLookUp) -> None:
     layout = StateLayout(ROWS, 4)
     drafts = DraftRows(_ints(ROWS + 1, parameters.max_drafts), _ints(ROWS + 1, LENGTH))
-    report = _ints(ROWS, REPORT_SIZE + 1 + parameters.max_drafts)
+    report = _ints(ROWS, REPORT_SIZE + 1 + 2 * parameters.max_drafts)
     triton_ops.look_up(_ints(ROWS), layout.table(_ints(layout.size)), drafts, parameters, report)
 
 
@@ -35,7 +35,7 @@ def _step(queries: int) -> None:
     )
     tokens, begun = _ints(3, ROWS * queries), [_ints(ROWS) for _ in range(4)]
     triton_ops.begin_verification(_ints(ROWS), table, drafts, *tokens, *begun)
-    report = _ints(ROWS, REPORT_SIZE + queries)
+    report = _ints(ROWS, REPORT_SIZE + queries + most)
     sizes = ROWS, queries, table, drafts, report
     triton_ops.accept(tokens[0], tokens[0], begun[0], *begun[1:], *sizes)
     triton_ops.write_histories(_ints(100), drafts)
