@@ -167,8 +167,6 @@ def _keeps_quantized(
             "quantizes while they load; use that, leave the option out, or take a checkpoint in that format"
         )
     keeps = quantizes or (quantized and (config.dtype == "auto" or asked is not None))
-    if gpu and stored is not None and BY_NAME[stored.layout].unpacked_on_gpu:
-        keeps = False
     fp8 = quantizes or (stored is not None and stored.bits == 8)
     if gpu and keeps and fp8 and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
         way_out = (

@@ -28,8 +28,7 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     GGUFTensor: {"cpu": "shoal.kernels.cpu.linear", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Int4Tensor: {"cpu": "shoal.kernels.cpu.int4", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Mxfp4Tensor: {"cpu": "shoal.kernels.cpu.mxfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
-    # A GPU has no kernel for it yet.
-    Nvfp4Tensor: {"cpu": "shoal.kernels.cpu.nvfp4"},
+    Nvfp4Tensor: {"cpu": "shoal.kernels.cpu.nvfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
 EXPERT_ROWS = 16  # Outputs per tile in memory (gpu_weight.py). A tile belongs to one expert.

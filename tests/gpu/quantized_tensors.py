@@ -13,6 +13,7 @@ from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 FP8_CAPABILITY = (8, 9)
@@ -32,6 +33,12 @@ def int4(outs: int, inputs: int, group: int = 32, zeros: bool = True, shuffled: 
 def mxfp4(outs: int, inputs: int) -> Mxfp4Tensor:
     quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8)
     return Mxfp4Tensor.of(quants, torch.randint(117, 122, (outs, inputs // 32), dtype=torch.uint8))
+
+
+def nvfp4(outs: int, inputs: int) -> Nvfp4Tensor:
+    quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8)
+    groups = (torch.rand(outs, inputs // 16) * 400).to(torch.float8_e4m3fn).float()
+    return Nvfp4Tensor.of(quants, groups / 800 / inputs**0.5)
 
 
 def fp8(outs: int, inputs: int, group: int) -> Fp8Tensor:
@@ -54,6 +61,7 @@ KINDS: dict[str, Make] = {
     "int4 by 128": partial(int4, group=128, zeros=False),
     "int4 by 32, zeros": partial(int4, group=32),
     "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
     "Q8_0": q8_0,
 }
 

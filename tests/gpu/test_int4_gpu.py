@@ -19,7 +19,7 @@ from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.cpu.weights.test_weights_quantized import random_tensor
 from tests.gpu.chains import check_chain, check_chain_of_rings
-from tests.gpu.quantized_tensors import error, int4, mxfp4
+from tests.gpu.quantized_tensors import error, int4, mxfp4, nvfp4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,13 +38,14 @@ def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("outs", "inputs"), SIZES)
 def test_matmuls(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None:
     """A weight, its scale and the result are rounded to the type: 2**-9 each on average in bf16."""
     print("seed", torch.manual_seed(23).initial_seed())
     group = 128 if kind == "group 128" and inputs % 128 == 0 else 32
-    tensor = mxfp4(outs, inputs) if kind == "mxfp4" else int4(outs, inputs, group, kind == "int4")
+    e2m1 = {"mxfp4": mxfp4, "nvfp4": nvfp4}
+    tensor = e2m1[kind](outs, inputs) if kind in e2m1 else int4(outs, inputs, group, kind == "int4")
     weight, matrix = packed([tensor], dtype)
     bias = torch.randn(outs, device=DEVICE).to(dtype)
     for rows in ROWS:
@@ -139,7 +140,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_lo
 OPTIONS = dict(
     max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.1
 )
-KINDS = ["int4", "int4-zero-points", "int4-channel", "mxfp4", *quantized.BY_INPUTS]
+KINDS = ["int4", "int4-zero-points", "int4-channel", "mxfp4", "nvfp4", *quantized.BY_INPUTS]
 
 
 def logprobs(path, prompts=PROMPTS, **options) -> tuple[list[list[int]], torch.Tensor]:

@@ -2,8 +2,8 @@
 
 Whatever a checkpoint holds becomes one form: a weight is quant * scale + minimum, with a quant of 4 or 8
 bits, or an e2m1 number * scale. Scales and minima are of the engine's type. Types that fit neither 4 bits nor
-groups of 32 inputs get 8 bits, which hold all quants of GGUF's. With act-order, inputs are sorted by their
-groups here, and activations before each matmul.
+groups of 32 inputs (16 with e2m1) get 8 bits, which hold all quants of GGUF's. With act-order, inputs are
+sorted by their groups here, and activations before each matmul.
 
 The order in memory is that in which tensor cores want their left operand, so that a thread's 16 bytes are
 what it multiplies. 16 outputs make a tile. Of a tile and a step of 256 / bits inputs, lane 4 g + c of a warp
@@ -31,6 +31,7 @@ from shoal.kernels.quant.ggml_types import FOUR_BITS
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import BIAS, Mxfp4Tensor
+from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kernels.rounding import cdiv
 
@@ -38,6 +39,7 @@ TILE = 16  # outputs
 FILLED = 128  # The outputs are filled up to a multiple of it: the most that a program computes.
 GROUPS = (128, 64, 32, 16)  # sizes of groups that the kernel knows
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
+E2M1 = (Mxfp4Tensor, Nvfp4Tensor)  # tensors of such numbers
 # Bits taken as a number of the type are too small by 2^this: bits of a quant, and of e2m1
 # (loaders.py).
 QUANT_SHIFT = {torch.bfloat16: 133, torch.float16: 24}
@@ -242,9 +244,9 @@ def _pack(
             "inputs on this rank, for which there is no matmul on a GPU; name a dtype, to which its weights "
             "are unpacked, or lower tensor_parallel_size"
         )
-    e2m1 = isinstance(tensors[0], Mxfp4Tensor)
-    bits = 4 if group >= 32 and all(_has_4_bits(tensor) for tensor in tensors) else 8
-    assert e2m1 == all(isinstance(tensor, Mxfp4Tensor) for tensor in tensors) and not (e2m1 and bits == 8)
+    e2m1 = isinstance(tensors[0], E2M1)
+    assert all(isinstance(tensor, E2M1) == e2m1 for tensor in tensors)
+    bits = 4 if e2m1 or (group >= 32 and all(_has_4_bits(tensor) for tensor in tensors)) else 8
     columns = 256 // bits  # per step
     tiles, steps = cdiv(outs, FILLED) * FILLED // TILE, cdiv(inputs, columns)
     num_groups = cdiv(inputs, group) if group >= columns else steps * (columns // group)
@@ -319,6 +321,9 @@ def _numbers(
         exponents = tensor.scales.to(device).int() - BIAS
         scales = torch.ldexp(torch.ones_like(exponents).float(), exponents)
         return quants, scales, scales
+    if isinstance(tensor, Nvfp4Tensor):
+        scales = tensor.scales.to(device)
+        return replace(tensor, quants=tensor.quants.to(device)).unpacked(), scales, scales
     assert isinstance(tensor, GGUFTensor)
     signed, scales, minima = tensor.numbers(device)
     if minima is not None:

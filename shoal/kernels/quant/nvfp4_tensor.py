@@ -34,11 +34,15 @@ class Nvfp4Tensor(QuantizedTensor):
     def group_size(self) -> int:
         return SCALE_GROUP
 
+    def unpacked(self) -> torch.Tensor:
+        """The quants, uint8 [O, I]."""
+        return torch.stack((self.quants & 15, self.quants >> 4), dim=2).flatten(1)
+
     def as_fp8(self) -> Fp8Tensor:
         """The same numbers, as fp8 has all of e2m1's."""
-        quants = torch.stack((self.quants & 15, self.quants >> 4), dim=2).flatten(1)
-        data = torch.tensor(VALUES, device=quants.device).to(torch.float8_e4m3fn).view(torch.uint8)
-        return Fp8Tensor(self.shape, data[quants.int()].view(torch.float8_e4m3fn), self.scales, SCALE_GROUP)
+        data = torch.tensor(VALUES, device=self.quants.device).to(torch.float8_e4m3fn).view(torch.uint8)
+        numbers = data[self.unpacked().int()].view(torch.float8_e4m3fn)
+        return Fp8Tensor(self.shape, numbers, self.scales, SCALE_GROUP)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"

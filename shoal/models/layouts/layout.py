@@ -46,7 +46,6 @@ class Layout:
     # in an engine's memory, so one of zeros would not lie there alike.
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
     experts_only: bool = False  # all other matrices are plain
-    unpacked_on_gpu: bool = False  # a GPU has no kernel for such matrices
 
 
 def made_up(

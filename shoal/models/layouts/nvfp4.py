@@ -81,16 +81,7 @@ def join_modelopt(stored: Mapping[str, torch.Tensor], quantization: Quantization
     return Nvfp4Tensor.of(stored["weight"], scales)
 
 
-PACKED_LAYOUT = Layout(
-    NVFP4,
-    METHOD,
-    "weight_packed",
-    read_packed,
-    packed_shape,
-    packed_tensors,
-    join_packed,
-    unpacked_on_gpu=True,
-)
+PACKED_LAYOUT = Layout(NVFP4, METHOD, "weight_packed", read_packed, packed_shape, packed_tensors, join_packed)
 MODELOPT_LAYOUT = Layout(
     "modelopt-nvfp4",
     "modelopt",
@@ -99,5 +90,4 @@ MODELOPT_LAYOUT = Layout(
     modelopt_shape,
     modelopt_tensors,
     join_modelopt,
-    unpacked_on_gpu=True,
 )

@@ -26,6 +26,7 @@ from shoal.kernels.quant.ggml_types import GROUPS
 from shoal.kernels.quant.gguf_tensor import UNPACK
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import VALUES, Mxfp4Tensor
+from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from tests.cpu.weights.test_weights_quantized import SCALES, random_tensor
 
@@ -59,6 +60,13 @@ def _gguf(kind: str, outs: int, inputs: int) -> QuantizedTensor:
     return replace(tensor, data=groups.reshape(outs, -1))
 
 
+def _nvfp4(outs: int, inputs: int) -> Nvfp4Tensor:
+    """As a scale of the matrix and fp8 scales of groups make them."""
+    quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8)
+    groups = torch.rand(outs, inputs // 16).mul(400).to(torch.float8_e4m3fn).float()
+    return Nvfp4Tensor.of(quants, groups * 3.7e-4)
+
+
 def _pack(*tensors: QuantizedTensor, dtype: torch.dtype = FP16) -> GpuWeight | GpuWeights:
     return gpu_weight.pack(tensors, None, CPU, dtype)
 
@@ -79,6 +87,8 @@ MATRICES: dict[str, Callable[[], list[QuantizedTensor]]] = {
     "act-order": lambda: [_int4(37, 256, 64, zeros=True, shuffled=True)],
     "two orders": lambda: [_int4(37, 256, 64, shuffled=True), _int4(5, 256, 64, shuffled=True)],
     "mxfp4": lambda: [_mxfp4(37, 224)],
+    "nvfp4": lambda: [_nvfp4(37, 208)],
+    "two nvfp4": lambda: [_nvfp4(37, 64), _nvfp4(11, 64)],
     "two mxfp4": lambda: [_mxfp4(37, 160), _mxfp4(11, 160)],
     "Q4_K and Q6_K": lambda: [_gguf("Q4_K", 16, 512), _gguf("Q6_K", 21, 512)],
     "Q4_0 and Q8_0": lambda: [_gguf("Q4_0", 16, 96), _gguf("Q8_0", 21, 96)],
@@ -124,11 +134,12 @@ def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
 
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("size", [48, 37])
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "Q8_0"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nvfp4", "Q8_0"])
 def test_gate_and_up_end_with_silu_mul(kind: str, size: int, rows: int) -> None:
     """37 outputs are not whole tiles, so they are two matmuls."""
     print("seed", torch.manual_seed(4).initial_seed())
     make = {"int4": lambda: _int4(size, 256, 32, zeros=True), "mxfp4": lambda: _mxfp4(size, 160)}
+    make |= {"nvfp4": lambda: _nvfp4(size, 144)}
     make |= {"Q8_0": lambda: _gguf("Q8_0", size, 96)}
     tensors = [make[kind]() for _ in range(2)]
     oracle, weight = torch.cat([tensor.dequantize() for tensor in tensors]), _pack(*tensors)

@@ -23,7 +23,7 @@ from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, Router
 from tests.cpu.kernels.test_fp8 import tensor_of
-from tests.cpu.kernels.test_packed import _gguf, _int4, _mxfp4
+from tests.cpu.kernels.test_packed import _gguf, _int4, _mxfp4, _nvfp4
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = (80, 89, 90)
@@ -39,6 +39,7 @@ TILED: dict[str, Make] = {
     "int4 by 16, zeros": lambda outs, inputs: _int4(outs, inputs, 16, zeros=True),
     "int4 by 32, zeros": lambda outs, inputs: _int4(outs, inputs, 32, zeros=True),
     "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
     "Q4_0": lambda outs, inputs: _gguf("Q4_0", outs, inputs),
     "Q8_0": lambda outs, inputs: _gguf("Q8_0", outs, inputs),
 }

@@ -355,20 +355,13 @@ def a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
-@pytest.mark.parametrize("kind", ["int4", "awq", "gptq-act-order", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "awq", "gptq-act-order", "mxfp4", "nvfp4"])
 def test_a_gpu_keeps_weights_of_4_bits_unless_a_dtype_is_named(kind, tmp_path, a_gpu):
     quantized.write(tmp_path, kind)
     model = CheckpointFiles(tmp_path).config
     assert resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
     named = EngineConfig(model="m", device="cuda", dtype="bfloat16")
     assert not resolve_config(named, model, 1000).keep_quantized
-
-
-def test_a_gpu_unpacks_nvfp4(tmp_path, a_gpu):
-    quantized.write(tmp_path, "nvfp4")
-    model = CheckpointFiles(tmp_path).config
-    assert not resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
-    assert resolve_config(EngineConfig(model="m", device="cpu"), model, 1000).keep_quantized
 
 
 def scheme(**fields: object) -> dict:
