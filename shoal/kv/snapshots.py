@@ -2,7 +2,8 @@
 key of the block at whose end it was taken.
 
 KV blocks and snapshots share one memory, and the load divides it: both are evicted in the order of their last
-use. A snapshot is of no use without the KV blocks before it, so it goes when the last of these goes. No
+use. A snapshot is of no use without the KV blocks before it, so it goes when the last of these goes. While a
+sequence runs, its snapshots are in use like its blocks, and make room only where there is nothing else. No
 torch."""
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from shoal.kv.blocks import BlockPool
 class StateSnapshot:
     """One kept state. `blocks` are in the order of the row's parts."""
 
-    __slots__ = ("blocks", "is_used", "key", "num_pins", "used_at")
+    __slots__ = ("blocks", "is_used", "key", "num_pins", "num_users", "used_at")
 
     def __init__(self, blocks: list[int]) -> None:
         self.blocks = blocks
         self.key = b""  # until it is registered
         self.is_used = False  # by another sequence than the one that took it, or after this one's end
         self.num_pins = 0  # restores that are not planned yet, fetches, and copies to lower tiers
+        self.num_users = 0  # running sequences that took it or began with it
         self.used_at = 0  # on the pool's clock, `num_freed`
 
 
@@ -47,7 +49,9 @@ class Snapshots:
         self._pool = pool
         self._source = pool if self.is_shared else BlockPool(beside, enable_caching=False)
         self._offset = 0 if self.is_shared else pool.num_blocks
-        self._found: OrderedDict[bytes, StateSnapshot] = OrderedDict()  # by last use, the oldest first
+        self._found: dict[bytes, StateSnapshot] = {}
+        # the findable ones without users, by last use, the oldest first
+        self._idle: OrderedDict[StateSnapshot, None] = OrderedDict()
         # taken and not registered yet, or forgotten while pinned
         self._others: set[StateSnapshot] = set()
         self._spares: list[list[int]] = []  # blocks of dropped snapshots
@@ -109,6 +113,7 @@ class Snapshots:
         self._others.remove(snapshot)
         self._num_pinned += snapshot.num_pins > 0
         snapshot.key, self._found[key] = key, snapshot
+        self._idle[snapshot] = None
         snapshot.used_at = self._pool.num_freed
 
     def is_new(self, snapshot: StateSnapshot) -> bool:
@@ -118,8 +123,22 @@ class Snapshots:
     def use(self, snapshot: StateSnapshot) -> None:
         """Makes a findable snapshot the one that was used last."""
         snapshot.is_used = True
-        self._found.move_to_end(snapshot.key)
+        if snapshot in self._idle:
+            self._idle.move_to_end(snapshot)
         snapshot.used_at = self._pool.num_freed
+
+    def begin_use(self, snapshot: StateSnapshot) -> None:
+        """Adds a running sequence as a user."""
+        snapshot.num_users += 1
+        self._idle.pop(snapshot, None)
+
+    def end_use(self, snapshot: StateSnapshot) -> bool:
+        """Ends a use. Returns whether the snapshot is still findable."""
+        snapshot.num_users -= 1
+        is_findable = self._found.get(snapshot.key) is snapshot
+        if is_findable and not snapshot.num_users:
+            self._idle[snapshot] = None
+        return is_findable
 
     def pin(self, snapshot: StateSnapshot) -> None:
         """Keeps a snapshot from eviction until `unpin`."""
@@ -172,9 +191,9 @@ class Snapshots:
             for snapshot in (*self._found.values(), *self._others):
                 yield snapshot.blocks
 
-    def check(self, pinned: list[StateSnapshot], new: list[StateSnapshot]) -> None:
-        """`pinned`: the snapshot of each pin; `new`: those that were taken and not registered. Raises
-        AssertionError."""
+    def check(self, pinned: list[StateSnapshot], new: list[StateSnapshot], used: list[StateSnapshot]) -> None:
+        """`pinned`: the snapshot of each pin; `new`: those that were taken and not registered; `used`: the
+        snapshot of each use by a running sequence. Raises AssertionError."""
         for key, snapshot in self._found.items():
             assert snapshot.key == key and self._pool.find(key) is not None, "a snapshot without its KV"
         everything = [*self._found.values(), *self._others]
@@ -182,6 +201,9 @@ class Snapshots:
         assert all(snapshot.num_pins == pinned.count(snapshot) for snapshot in everything), "pins miscounted"
         assert all(snapshot in everything for snapshot in pinned), "a restore from a snapshot that is gone"
         assert self._num_pinned == sum(snapshot.num_pins > 0 for snapshot in self._found.values())
+        assert all(one.num_users == used.count(one) for one in self._found.values()), "uses miscounted"
+        idle = {snapshot for snapshot in self._found.values() if not snapshot.num_users}
+        assert idle == set(self._idle), "idle snapshots miscounted"
         forgotten = {snapshot for snapshot in pinned if self._found.get(snapshot.key) is not snapshot}
         assert self._others == forgotten | set(new), "snapshots without a sequence"
         assert len(new) == len(set(new)), "a snapshot that two sequences take"
@@ -202,6 +224,7 @@ class Snapshots:
 
     def _forget(self, snapshot: StateSnapshot) -> None:
         del self._found[snapshot.key]
+        self._idle.pop(snapshot, None)
         for listener in self.listeners:
             listener.snapshot_removed(snapshot.key)
 
@@ -209,11 +232,12 @@ class Snapshots:
         self._source.release([block - self._offset for block in blocks])
 
     def _oldest(self) -> StateSnapshot | None:
-        return next((snapshot for snapshot in self._found.values() if not snapshot.num_pins), None)
+        return next((snapshot for snapshot in self._idle if not snapshot.num_pins), None)
 
     def _evict_oldest(self) -> bool:
-        """Evicts the snapshot that was used longest ago; False: none may go."""
-        oldest = self._oldest()
+        """Evicts the snapshot that was used longest ago, or one of a running sequence if there is no other.
+        False: none may go."""
+        oldest = self._oldest() or next((one for one in self._found.values() if not one.num_pins), None)
         if oldest is None:
             return False
         self._forget(oldest)

@@ -163,6 +163,7 @@ class StateBlocks(GroupedBlocks):
             seq, states, end = entry.seq, states_of(entry.seq), entry.start + entry.num_tokens
             if states.restored is not None:
                 restores.append((entry.row, states.restored.blocks))
+                self.snapshots.begin_use(states.restored)
                 self.snapshots.unpin(states.restored)
                 states.used.append(states.restored)
                 states.restored = None
@@ -185,7 +186,7 @@ class StateBlocks(GroupedBlocks):
         self._drop_new(states)
         # They are as old as the sequence's blocks, not older.
         for snapshot in (*states.used, states.latest):
-            if snapshot is not None and self.snapshots.find(snapshot.key) is snapshot:
+            if snapshot is not None and self.snapshots.end_use(snapshot):
                 self.snapshots.use(snapshot)
                 if self.fetches.sources:
                     self.left_behind.append(snapshot)
@@ -229,7 +230,8 @@ class StateBlocks(GroupedBlocks):
         pinned = [own.restored for own in states if own.restored is not None] + self._kept
         pinned += [fetch.snapshot for fetch in self.fetches.under_way if fetch.snapshot is not None]
         new = [snapshot for own in states for _, snapshot in own.new if self.snapshots.is_new(snapshot)]
-        self.snapshots.check(pinned, new)
+        users = [one for own in states for one in (*own.used, own.latest) if one is not None]
+        self.snapshots.check(pinned, new, users)
         for seq, own in zip(running, states):
             assert all(end >= seq.register_at for end, _ in own.new), "a snapshot that waits for nothing"
 
@@ -303,14 +305,17 @@ class StateBlocks(GroupedBlocks):
         is_kept = end in states.points or end - states.kept_at >= self._distance
         self._pass_on(states, end, snapshot if is_kept else None)
         if not is_kept:
+            self.snapshots.begin_use(snapshot)
             states.latest = snapshot
 
     def _pass_on(self, states: SeqStates, end: int, kept: StateSnapshot | None) -> None:
         """Ends the time of a sequence's latest snapshot, as there is one at `end`: `kept`, if it stays."""
         latest, states.latest = states.latest, None
-        if latest is not None and not latest.is_used and self.snapshots.find(latest.key) is latest:
+        is_findable = latest is not None and self.snapshots.end_use(latest)
+        if latest is not None and is_findable and not (latest.is_used or latest.num_users):
             self.snapshots.drop(latest)
         if kept is not None:
+            self.snapshots.begin_use(kept)
             states.used.append(kept)
             states.kept_at = end
 

@@ -90,6 +90,7 @@ class BlockIndex:
         """Returns the events of these changes, in their order. Changes without effect make no event:
         storing a block that was there, or removing one that was not."""
         events: list[KVEvent] = []
+        kept: dict[tuple[str, bytes], bool] = {}
         for change in changes:
             if isinstance(change, Stored):
                 events += self._store(change)
@@ -98,11 +99,14 @@ class BlockIndex:
                 block = tier.get(name)
                 if block is not None and block.key == change.key:
                     del tier[name]
+                    kept.pop((change.tier, change.key), None)
                     _remove(events, name, change.tier)
             elif isinstance(change, Kept):
-                self._mark(events, change)
+                kept[change.tier, change.key] = change.is_kept
             else:
                 self._clear(events, change.tier)
+                kept = {of: is_kept for of, is_kept in kept.items() if of[0] != change.tier}
+        self._mark(events, kept)
         return events
 
     def snapshot(self) -> list[KVEvent]:
@@ -140,23 +144,20 @@ class BlockIndex:
         if run:
             yield self._event(run, stored.tier)
 
-    def _mark(self, events: list[KVEvent], change: Kept) -> None:
-        """Stores a block again, after which a prompt can or can no longer continue, unless the last event
-        has it."""
-        name, last = block_name(change.key), events[-1] if events else None
-        block = self.tiers.get(change.tier, {}).get(name)
-        if block is None or block.key != change.key or block.has_snapshot == change.is_kept:
-            return
-        block.has_snapshot = change.is_kept
-        if (
-            change.is_kept
-            and isinstance(last, BlockStored)
-            and last.medium == change.tier
-            and last.block_hashes[-1] == name
-        ):
-            last.snapshot_hashes = [*(last.snapshot_hashes or ()), name]
-        else:
-            events.append(self._event([(name, block)], change.tier))
+    def _mark(self, events: list[KVEvent], kept: dict[tuple[str, bytes], bool]) -> None:
+        """Completes the events of a batch by snapshots that were kept, or are gone, at its end: in the event
+        that stores the block, or by one that stores it again."""
+        for (tier, key), is_kept in kept.items():
+            name = block_name(key)
+            block = self.tiers.get(tier, {}).get(name)
+            if block is None or block.key != key or block.has_snapshot == is_kept:
+                continue
+            block.has_snapshot = is_kept
+            stored = next((event for event in reversed(events) if _stores(event, name, tier)), None)
+            if isinstance(stored, BlockStored) and stored.snapshot_hashes is not None:
+                stored.snapshot_hashes.append(name)
+            else:
+                events.append(self._event([(name, block)], tier))
 
     def _clear(self, events: list[KVEvent], tier: str) -> None:
         """Clears a tier. vLLM's event clears every tier, so it is sent only if all are empty."""
@@ -187,6 +188,10 @@ class BlockIndex:
 def _text(value: str | None) -> str | None:
     """Replaces what UTF-8 cannot encode: a text that users send may hold halves of surrogate pairs."""
     return value and value.encode("utf-8", "replace").decode()
+
+
+def _stores(event: KVEvent, name: int, tier: str) -> bool:
+    return isinstance(event, BlockStored) and event.medium == tier and name in event.block_hashes
 
 
 def _remove(events: list[KVEvent], name: int, tier: str) -> None:

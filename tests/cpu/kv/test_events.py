@@ -23,9 +23,9 @@ from shoal.engine.step_part import Parts
 from shoal.errors import ConfigError, UnavailableError
 from shoal.hashing import block_name, extend_keys, root_key
 from shoal.kv.events.endpoints import with_rank
-from shoal.kv.events.publisher import BlockIndex, Cleared, KvEvents, Removed, Stored
+from shoal.kv.events.publisher import BlockIndex, Cleared, Kept, KvEvents, Removed, Stored
 from shoal.kv.groups import LayerGroup
-from shoal.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from shoal.sampling_params import SamplingParams
 from tests.kv_listener import Listener, View
 
@@ -752,3 +752,22 @@ def test_events_without_a_prefix_cache_are_refused():
     with pytest.raises(ConfigError, match="enable_prefix_caching False caches no blocks"):
         EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
     EngineConfig(kv_events_config={"enable_kv_cache_events": False}, enable_prefix_caching=False)
+
+
+def test_a_block_is_stored_again_when_its_snapshot_has_come_or_gone():
+    index, (keys, tokens) = BlockIndex(), chain(*range(3 * SIZE))
+    stored = Stored(keys, None, tokens, None, None, GPU, has_states=True)
+    [first] = index.apply(
+        [stored, Kept(keys[2], GPU, True), Kept(keys[0], GPU, True), Kept(keys[0], GPU, False)]
+    )
+    assert first.block_hashes == names(keys) and first.snapshot_hashes == names(keys[2:])
+    [again] = index.apply([Kept(keys[2], GPU, False), Kept(keys[1], GPU, True), Kept(keys[1], GPU, False)])
+    assert (again.block_hashes, again.snapshot_hashes) == (names(keys[2:]), [])
+    assert again.parent_block_hash == names(keys)[1]
+    removed = [Kept(keys[2], GPU, True), Removed(keys[2], GPU)]
+    last = Stored(keys[2:], keys[1], tokens[2 * SIZE :], None, None, GPU, has_states=True)
+    assert [event.snapshot_hashes for event in index.apply([*removed, last])[1:]] == [[]]
+    [_, whole] = index.snapshot()
+    assert whole.snapshot_hashes == []
+    [plain] = BlockIndex().apply([Stored(keys, None, tokens, None, None, GPU)])
+    assert plain.snapshot_hashes is None and b"snapshot_hashes" not in kv_events.encode([plain])
