@@ -3,8 +3,9 @@ Prints one table; each speed of a text is divided by its speed at k = 0.
 
     python benchmarks/speculation.py smollm2 --batches 1,4,16 --threads 2
 
-All engines live in one process, and their runs alternate, so that a change of the machine meets all of them.
---cpu-time counts the process' CPU time in place of the wall's, for a machine that others use too.
+All engines live in one process, on a GPU if there is one, and their runs alternate, so that a change of the
+machine meets all of them. --cpu-time counts the process' CPU time in place of the wall's, for a machine that
+others use too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main() -> None:
             arguments.model,
             max_model_len=1024,
             kv_cache_memory_bytes=1 << 29,
+            max_num_seqs=max(map(int, arguments.batches.split(","))),
             enable_prefix_caching=False,
             speculative_config=config,
         )

@@ -92,7 +92,23 @@ def test_kernels_are_the_references(parameters, letters):
             found.append([*begun, report, rows[:-1], own.drafts_RK[:-1], own.history_RL[:-1]])
         for i, (a, b) in enumerate(zip(*found, strict=True)):
             assert torch.equal(a, b.cpu()), (queries, i)
-        assert (report[:, Report.NUM_DRAFTS] > 0).any()
+
+
+def test_look_ups_find_what_stands_in_a_long_history():
+    from shoal.kernels.drafting import triton_ops
+
+    table, drafts, entries = _rows(5, 40, 3000, 8, 50)
+    on_gpu = table.cuda(), DraftRows(drafts.drafts_RK.cuda(), drafts.history_RL.cuda())
+    reference.write_histories(entries, drafts)
+    triton_ops.write_histories(entries.cuda(), on_gpu[1])
+    rows = torch.arange(40, dtype=torch.int32)
+    for parameters in (LookUp(8, 3, 8), SuffixLookUp(8, 24, 1.0, 0.1)):
+        reports = torch.full((2, 40, REPORT_SIZE + 9 + 8), -7, dtype=torch.int32)
+        reference.look_up(rows, table, drafts, parameters, reports[0])
+        on_device = reports[1].cuda()
+        triton_ops.look_up(rows.cuda(), *on_gpu, parameters, on_device)
+        assert torch.equal(on_device.cpu(), reports[0])
+        assert (reports[0, :, Report.NUM_DRAFTS] > 0).sum() > 20
 
 
 # Engines

@@ -13,7 +13,18 @@ from shoal.kernels.sampling.row_options_triton import READS_HISTORY, load_option
 WIDE = tl.constexpr(4096)  # columns that a program takes
 
 
-@triton.jit
+# Its pointers begin anywhere in a step's sections.
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "samples_ptr",
+        "shaped_ptr",
+        "rows_ptr",
+        "positions_ptr",
+        "tokens_ptr",
+        "out_ptr",
+    ],
+)
 def _locate_rows_kernel(
     samples_ptr,
     shaped_ptr,

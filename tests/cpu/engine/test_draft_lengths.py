@@ -48,10 +48,13 @@ class Texts:
         return most, held
 
 
-def speed(cost, num_seqs, copied, most=8, steps=1500, seed=1, noise=0.03, stalls=0.002, adaptive=True):
-    """Returns tokens per second, divided by the tokens per second without speculation."""
+def speed(
+    cost, num_seqs, copied, most=8, steps=1500, seed=1, noise=0.03, stalls=0.002, adaptive=True, late=False
+):
+    """Returns tokens per second, divided by the tokens per second without speculation. `late`: as on a GPU, the
+    next step is chosen before this one is known, and sizes are few."""
     rng = random.Random(seed)
-    lengths = DraftLengths(most, 16384, adaptive)
+    lengths = DraftLengths(most, 16384, adaptive, {2: 64, 4: 64, 9: 28} if late else None)
     seqs, texts = [], []
     for i in range(num_seqs):
         seq = Sequence(Request(str(i), [1, 2], SamplingParams()), (i,), 1 << 30)
@@ -60,10 +63,13 @@ def speed(cost, num_seqs, copied, most=8, steps=1500, seed=1, noise=0.03, stalls
         texts.append(Texts(rng, copied))
     now = plain = 0.0
     drafts = [text.draws(most) for text in texts]
+    unknown = []
     for _ in range(steps):
         size = lengths.choose(seqs)
         assert size in lengths.sizes
-        num_tokens = 0
+        if late and unknown:
+            unknown.pop()()
+        num_tokens, reports = 0, []
         for i, (seq, text) in enumerate(zip(seqs, texts)):
             there, held = drafts[i]
             verified = min(there, size - 1)
@@ -72,11 +78,19 @@ def speed(cost, num_seqs, copied, most=8, steps=1500, seed=1, noise=0.03, stalls
             text.left -= accepted + 1
             first = held > 0 if there and not verified else None
             drafts[i] = text.draws(most)
-            lengths.learn(seq, accepted + 1, DraftReport(verified, drafts[i][0], first))
+            reports.append((seq, accepted + 1, DraftReport(verified, drafts[i][0], first)))
         seconds = cost(num_seqs * size) * rng.gauss(1, noise)
         if rng.random() < stalls:
             seconds += 0.05
-        lengths.completed(num_seqs, size, seconds, True)
+
+        def learn(reports=reports, size=size, seconds=seconds):
+            for report in reports:
+                lengths.learn(*report)
+            lengths.completed(num_seqs, size, seconds, True)
+
+        unknown.append(learn)
+        if not late:
+            unknown.pop()()
         now += cost(num_seqs * size)
         plain += num_tokens / num_seqs * cost(num_seqs)
     return plain / now
@@ -104,6 +118,48 @@ def test_repetition_is_found(cost, num_seqs, least):
 @pytest.mark.parametrize("cost", [gpu, cpu])
 def test_mixed_texts_are_never_slower(cost, num_seqs, copied, seed):
     assert speed(cost, num_seqs, copied, steps=1000, seed=seed) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("cost", "num_seqs", "copied", "least"),
+    [
+        (gpu, 1, 0.9, 3.0),
+        (gpu, 8, 0.9, 2.5),
+        (gpu, 48, 0.9, 1.5),
+        (launches, 1, 0.9, 3.0),
+        (gpu, 1, 0.0, 0.99),
+        (launches, 32, 0.0, 0.99),
+        (gpu, 256, 0.0, 0.9999),
+        (gpu, 16, 0.3, 0.99),
+    ],
+)
+def test_steps_that_are_known_one_step_late_gain_nearly_as_much(cost, num_seqs, copied, least):
+    assert speed(cost, num_seqs, copied, late=True) > least
+
+
+def test_captured_steps_with_drafts_have_few_sizes_few_decodes_and_no_prompts():
+    lengths = DraftLengths(8, 16384, False, {2: 64, 4: 64, 9: 28})
+    seqs = []
+    for i in range(80):
+        seq = Sequence(Request(str(i), [1, 2], SamplingParams()), (i,), 1 << 30)
+        seq.status = SequenceStatus.DECODE
+        seqs.append(seq)
+    assert lengths.sizes == [1, 2, 4, 9]
+    assert [lengths.choose(seqs[:n]) for n in (1, 28, 29, 64, 65)] == [9, 9, 4, 4, 1]
+    assert lengths.choose(seqs[:1], may_start=True) == 1
+    seqs[1].status = SequenceStatus.PREFILL
+    assert lengths.choose(seqs[:2]) == 1
+
+
+def test_drafts_of_an_unreported_step_are_forgotten():
+    lengths = DraftLengths(8, 16384)
+    seq = Sequence(Request("a", [1, 2], SamplingParams()), (0,), 1 << 30)
+    lengths.learn(seq, 1, None)
+    assert seq.drafts is None
+    lengths.learn(seq, 1, DraftReport(0, 3, None, [4, 5, 6]))
+    assert seq.drafts.num_drafts == 3
+    lengths.learn(seq, 1, None)
+    assert seq.drafts.num_drafts == 0 and seq.drafts.drafts == []
 
 
 def test_a_full_batch_that_computes_already_gains_nothing_from_fixed_lengths():

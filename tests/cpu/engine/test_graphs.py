@@ -92,6 +92,26 @@ MODELS = {
         dict(num_hidden_layers=2),
         dict(max_num_seqs=600, max_num_batched_tokens=9000),
     ),
+    "drafts": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2),
+        dict(speculative_config={"method": "ngram", "num_speculative_tokens": 8}),
+    ),
+    "counted drafts": (
+        "DeepseekV2Config",
+        dict(
+            num_hidden_layers=2,
+            num_key_value_heads=8,
+            q_lora_rank=None,
+            kv_lora_rank=256,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            first_k_dense_replace=2,
+            num_experts_per_tok=2,
+        ),
+        dict(speculative_config={"method": "suffix", "num_speculative_tokens": 3}),
+    ),
     "wide, on another GPU": (
         "Qwen3Config",
         dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128),
@@ -174,6 +194,7 @@ def test_inputs_of_a_decodes_products_have_memory_for_all_rows_that_tiles_read(n
 
 def launched_variants(folder: Path, name: str) -> dict:
     from contextlib import contextmanager, nullcontext
+    from types import SimpleNamespace
 
     import torch
     import transformers
@@ -183,8 +204,11 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal.attention.latent_triton import TritonLatentBackend
     from shoal.attention.triton import TritonBackend
+    from shoal.engine.drafting import device as drafting_device
+    from shoal.engine.drafting import step_sizes
     from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner import start_up
+    from shoal.engine.runner import steps as steps_module
     from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
     from shoal.engine.runner.steps import Steps
     from shoal.kernels import triton_ops
@@ -260,9 +284,23 @@ def launched_variants(folder: Path, name: str) -> dict:
     runner_module.select_backends = lambda config, device, dtype, shapes, holding: {
         shape: TritonLatentBackend(shape, device, dtype)
         if isinstance(shape, LatentKind)
-        else TritonBackend(shape, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
+        else TritonBackend(
+            *(shape, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype),
+            queries=config.queries,
+        )
         for shape in shapes
     }
+    sizes_of = step_sizes.draft_sizes
+
+    def sizes_on_gpu(config):
+        return sizes_of(
+            SimpleNamespace(device="cuda", speculative=config.speculative, max_num_seqs=config.max_num_seqs)
+        )
+
+    step_sizes.draft_sizes = drafting_device.draft_sizes = sizes_on_gpu
+    drafting_device.OPS["cpu"] = drafting_device.OPS["cuda"]
+    # Nothing accepts drafts.
+    steps_module.read_reports = lambda report: ([[0]] * len(report), ())
     torch.mm = lambda x, weight: x.new_zeros(len(x), weight.shape[1])
     kind, changes, options = MODELS[name]
     model = getattr(transformers, kind)(
