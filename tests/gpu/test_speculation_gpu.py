@@ -11,9 +11,11 @@ from shoal import LLM, SamplingParams
 from shoal.kernels.drafting import reference
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
-from tests import eagle3_heads
+from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
+from tests.mtp_heads import NEAR_LAST, write_mtp
+from tests.tiny_families import write_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -225,6 +227,44 @@ def test_a_head_that_is_right_is_always_right(kind, k, options, tmp_path, build)
     outputs = llm.generate(batch, greedy(40), use_tqdm=False)
     want = [eagle3_heads.follow(rings, p[-1], 40) for p in batch]
     assert [list(o.outputs[0].token_ids) for o in outputs] == want
+
+
+@pytest.mark.parametrize("name", [*tiny.MODELS, "gpt-oss", "gemma2", "gemma3", "glm4-flash"])
+def test_every_architecture_generates_the_oracles_tokens_with_drafts(name, root, build):
+    folder = tiny.write_model(root, name) if name in tiny.MODELS else write_family(root, name)
+    prompts = [[*random.Random(i).choices(range(256), k=9)] * 4 for i in range(6)]
+    llm = build(folder, speculative_config=FIXED)
+    outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [tiny.greedy(folder, p, 40) for p in prompts]
+
+
+@pytest.mark.parametrize("name", NEAR_LAST)
+def test_a_models_own_head_changes_no_token(name, root, build):
+    folder = write_mtp(root, name)
+    speculation = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}
+    llm = build(folder, speculative_config=speculation)
+    prompts = [[*range(40 + i, 60 + 2 * i)] for i in range(6)]
+    outputs = llm.generate(prompts, greedy(30), use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [tiny.greedy(folder, p, 30) for p in prompts]
+
+
+@pytest.mark.parametrize("has_head", [False, True], ids=["look-up", "head"])
+def test_the_cache_fills_what_drafts_leave_of_the_gpus_share(has_head, steady, tmp_path, build):
+    """Steps of the largest size, with drafts and a head, find room beside it."""
+    rings, chain, speculation = RING, steady, FIXED
+    if has_head:
+        rings = eagle3_heads.ring(7)
+        chain = eagle3_heads.write_chain(tmp_path / "chain", rings)
+        head = eagle3_heads.write_right_head(tmp_path / "head", rings, "hidden")
+        speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    options = dict(kv_cache_memory_bytes=None, gpu_memory_utilization=0.08, max_model_len=1024)
+    llm = build(chain, speculative_config=speculation, max_num_seqs=256, **options)
+    torch.cuda.reset_peak_memory_stats()
+    prompts = [[33 + i % 90, *follow(rings, 33 + i % 90, 200)] for i in range(300)]
+    for prompt, out in zip(prompts, llm.generate(prompts, greedy(60), use_tqdm=False)):
+        assert list(out.outputs[0].token_ids) == follow(rings, prompt[-1], 60)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.max_memory_reserved() < 0.16 * total  # other engines of this process included
 
 
 def test_a_server_of_the_default_options_drafts_and_its_answers_are_equal(wavering, build):

@@ -16,9 +16,10 @@ from shoal.engine.runner import start_up
 from shoal.engine.runner.batch import MixedShape
 from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
-from tests import eagle3_heads
+from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
+from tests.mtp_heads import write_mtp
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 FIXED = NGRAM | {"enable_adaptive_verification": False}
@@ -147,6 +148,18 @@ def test_a_head_drafts_inside_of_graphs(kind, k, tmp_path, build):
                 sizes.append(len(out.outputs[0].token_ids) - sum(sizes))
             assert list(out.outputs[0].token_ids) == eagle3_heads.follow(rings, prompt[-1], params.max_tokens)
             assert [size for size in sizes if size] == [1, *[k + 1] * 6]
+
+
+def test_a_models_own_head_drafts_inside_of_graphs(tmp_path, build):
+    """It reads the final hidden states of all tokens."""
+    folder = write_mtp(tmp_path, "glm4-moe")
+    speculation = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}
+    llm = build(folder, speculative_config=speculation)
+    prompts = [[*range(40 + i, 60 + 2 * i)] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+        assert list(out.outputs[0].token_ids) == tiny.greedy(folder, prompt, 20)
+    assert any(key.queries == 4 for key in llm.counts)
 
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["look-up", "head"])
