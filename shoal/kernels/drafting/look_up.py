@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.drafting.draft_rows import MOST_PLACES, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import next_power_of_2
 from shoal.kernels.state import Field
 
@@ -78,7 +79,9 @@ def _look_up_kernel(
     DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
     LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     s = tl.program_id(0)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
@@ -151,7 +154,9 @@ def _look_up_suffix_kernel(
     DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
     LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     s = tl.program_id(0)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
@@ -221,6 +226,7 @@ def look_up(
             LANES=lanes,
             LENGTH=length,
             num_warps=8,
+            **pdl_options(),
         )
     else:
         _look_up_suffix_kernel[(size,)](
@@ -234,5 +240,6 @@ def look_up(
             LANES=lanes,
             LENGTH=length,
             num_warps=8,
+            **pdl_options(),
             enable_fp_fusion=False,  # sums and products round as the reference's
         )

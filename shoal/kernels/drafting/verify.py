@@ -1,6 +1,7 @@
 """Verification of drafts in Triton, for a captured graph. reference.py describes what each function does.
 
-Their launches are ordinary (pdl.py), as they write what the kernels of the step before may still read.
+What begins a step is launched in the ordinary way (pdl.py), as it writes what the kernels of the step before
+may still read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.drafting.draft_rows import DRAFTS, REPORT_SIZE, DraftRows, Report
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kernels.state import Field
 
@@ -120,7 +122,9 @@ def _accept_kernel(
     LENGTH: tl.constexpr,
     QUERIES: tl.constexpr,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     s = tl.program_id(0)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
@@ -182,6 +186,7 @@ def accept(
         QUERIES=queries,
         LANES=next_power_of_2(queries),
         num_warps=1,
+        **pdl_options(),
     )
 
 

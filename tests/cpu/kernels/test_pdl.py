@@ -10,7 +10,7 @@ import shoal.kernels
 
 FOLDER = Path(next(iter(shoal.kernels.__path__)))
 WAITS = {"wait_for_inputs", "wait_for_previous", "wait_then_start_next"}
-WRITES = {"store", "atomic_add", "async_copy_shared_to_global", "_store_fp8"}
+WRITES = {"store", "atomic_add", "async_copy_shared_to_global", "_store_fp8", "_store_drafts"}
 # Programs of these kernels leave early for splits that a sequence does not need; a first split always
 # waits.
 LEAVES_EARLY = {"decode_kernel", "latent_kernel"}
