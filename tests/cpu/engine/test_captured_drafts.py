@@ -151,7 +151,7 @@ def test_a_head_drafts_inside_of_graphs(kind, k, tmp_path, build):
 
 
 def test_a_models_own_head_drafts_inside_of_graphs(tmp_path, build):
-    """It reads the final hidden states of all tokens."""
+    """The head reads the final hidden states of all tokens."""
     folder = write_mtp(tmp_path, "glm4-moe")
     speculation = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}
     llm = build(folder, speculative_config=speculation)
