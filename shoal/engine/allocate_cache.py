@@ -48,4 +48,5 @@ def _snapshot_room(config: ResolvedConfig, size: int) -> SnapshotRoom | None:
         return None
     given = config.num_gpu_blocks_override if config.enable_prefix_caching else 0
     most = SNAPSHOTS_A_SEQ * config.max_num_seqs * size
-    return SnapshotRoom(size, min(most, max(given, FEW_SNAPSHOTS * size)) if given else 0)
+    beside = min(most, max(given, FEW_SNAPSHOTS * size)) if given else 0
+    return SnapshotRoom(size, beside, drafts=config.speculative is not None)

@@ -124,9 +124,7 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
     """Returns what speculation may do. Raises ConfigError for a model or machine without drafts."""
     options = config.speculative_config
     refuses = None
-    if _has_states(model):
-        refuses = f"for {config.model}, whose states can't be taken back"
-    elif gpu and config.attention_backend not in ("auto", "triton"):
+    if gpu and config.attention_backend not in ("auto", "triton"):
         refuses = f"with attention_backend {config.attention_backend!r}"
     if options is not None and options.method == "auto":
         if refuses is not None:
@@ -203,7 +201,7 @@ def _check_memory(
     blocks = -(-config.max_model_len // plan.block_size)  # entries of a table of the longest sequence
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks, len(plan.groups)).row_stride
-    row += plan_states(config, model, plan.block_bytes).row_bytes
+    row += plan_states(config, model, plan.block_bytes).bytes_of_sequence
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
         ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
@@ -250,7 +248,7 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig, plan: CachePla
     length = min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
     has_many = card_bytes >= LARGE_CARD_BYTES and plan.num_sequences(cache_bytes, length, length) >= MANY_SEQS
     num_seqs = MANY_SEQS if has_many else FEW_SEQS if card_bytes else CPU_SEQS
-    row_bytes = plan_states(config, model, plan.block_bytes).row_bytes
+    row_bytes = plan_states(config, model, plan.block_bytes).bytes_of_sequence
     if row_bytes and not config.num_gpu_blocks_override:
         num_seqs = max(1, min(num_seqs, int(ROWS_SHARE * cache_bytes / row_bytes)))
     return num_seqs

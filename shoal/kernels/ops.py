@@ -197,6 +197,7 @@ class Ops(Protocol):
         silu: bool,
         inputs_RCW: torch.Tensor,
         sequences: Sequences,
+        kept_RKC: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def gated_delta(
@@ -210,6 +211,7 @@ class Ops(Protocol):
         dt_bias_H: torch.Tensor,
         states_RHNV: torch.Tensor,
         sequences: Sequences,
+        kept_RKX: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def mamba2(
@@ -224,6 +226,7 @@ class Ops(Protocol):
         limits: tuple[float, float],
         states_RHVN: torch.Tensor,
         sequences: Sequences,
+        kept_RKX: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def gated_norm(

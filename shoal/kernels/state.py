@@ -33,6 +33,7 @@ class Field(IntEnum):
     MAX_TOKENS = 8  # the most tokens of the row's next decode, as planned
     NUM_DRAFTS = 9  # the tokens that are drafted after TOKEN
     ROOM = 10  # for how many tokens the row has blocks
+    PENDING = 11  # the accepted drafts before POSITION that recurrent states lack (kernels/recurrent)
 
 
 class DecodeGroupField(IntEnum):

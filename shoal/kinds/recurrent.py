@@ -34,6 +34,11 @@ class DeltaKind:
     def state_shape(self, tp_size: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp_size, self.key_dim, self.value_dim
 
+    def input_size(self, tp_size: int) -> int:
+        """Returns the numbers that change a state by one token: k, v, a and b."""
+        _, keys, values = self.part_sizes
+        return (keys + values + 2 * self.num_value_heads) // tp_size
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Kind:
@@ -65,6 +70,11 @@ class Mamba2Kind:
 
     def state_shape(self, tp_size: int) -> tuple[int, int, int]:
         return self.num_heads // tp_size, self.head_dim, self.state_size
+
+    def input_size(self, tp_size: int) -> int:
+        """Returns the numbers that change a state by one token: x, B and dt."""
+        shared = self.groups_per_rank(tp_size) * self.state_size
+        return (self.inner_size + self.num_heads) // tp_size + shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into
 from shoal.layers.parallel import TensorParallel
@@ -53,5 +54,7 @@ class ConvWeights(LoadingLayer):
             start, own = start + size, own + length
 
 
-def sequences_of(step: StepInput) -> Sequences:
-    return Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes)
+def sequences_of(step: StepInput, memory: LayerState) -> Sequences:
+    """Returns the sequences of a step for the layer that has this memory."""
+    drafts = None if memory.drafts is None else memory.drafts.of(step.num_decodes, step.queries)
+    return Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes, drafts)

@@ -12,6 +12,7 @@ from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.mixers import DeltaWeights
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import DeltaKind
 from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
@@ -61,13 +62,21 @@ class DeltaNet(nn.Module):
         normed_TD = norm.add(x_TD, residual_TD)
         qkvz, (b_TH, a_TH) = self.in_proj_qkvz(normed_TD), self.in_proj_ba(normed_TD).chunk(2, dim=1)
         qkv_TC, z_TX = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
-        weights = DeltaWeights(
-            self.conv1d.weight_CW, self.A_log.values_H, self.dt_bias.values_H, self.norm.weight, self.norm.eps
-        )
-        gated_TX = self.ops.delta_mixer(qkv_TC, z_TX, a_TH, b_TH, weights, memory, sequences_of(step))
+        inputs = qkv_TC, z_TX, a_TH, b_TH
+        gated_TX = self.ops.delta_mixer(*inputs, self._weights(), memory, sequences_of(step, memory))
         if select_S is None:
             return self.out_proj.add_to(gated_TX, residual_TD), residual_TD
         residual_SD = residual_TD[select_S]
         if len(select_S) == 0:
             return None, residual_SD
         return self.out_proj.add_to(gated_TX[select_S], residual_SD), residual_SD
+
+    def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
+        """Applies the kept inputs of sequences, which have no tokens, to their states."""
+        sizes = sum(self.sizes), self.sizes[2], len(self.A_log.values_H)
+        qkv_TC, z_TX, a_TH = (memory.conv_RCW.new_empty(0, size) for size in sizes)
+        self.ops.delta_mixer(qkv_TC, z_TX, a_TH, a_TH, self._weights(), memory, sequences)
+
+    def _weights(self) -> DeltaWeights:
+        conv_CW, norm = self.conv1d.weight_CW, self.norm
+        return DeltaWeights(conv_CW, self.A_log.values_H, self.dt_bias.values_H, norm.weight, norm.eps)

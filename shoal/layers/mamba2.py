@@ -14,6 +14,7 @@ from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.mixers import MambaWeights, mamba_in_parts
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import Mamba2Kind
 from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
@@ -87,7 +88,27 @@ class Mamba2(nn.Module):
         z_TP, mixed_TC, dt_TH = projected.split(
             (self.sizes[0], sum(self.sizes), len(self.A_log.values_H)), dim=1
         )
-        weights = MambaWeights(
+        weights, sequences = self._weights(), sequences_of(step, memory)
+        if self.kind.num_groups % self.tp.size == 0:
+            gated_TP = self.ops.mamba_mixer(mixed_TC, z_TP, dt_TH, weights, memory, sequences)
+        else:
+            parts = self.ops.causal_conv, self.ops.mamba2, self._norm_over_ranks
+            gated_TP = mamba_in_parts(parts, mixed_TC, z_TP, dt_TH, weights, memory, sequences)
+        if select_S is None:
+            return self.out_proj.add_to(gated_TP, residual), residual
+        residual = residual[select_S]
+        if len(select_S) == 0:
+            return None, residual
+        return self.out_proj.add_to(gated_TP[select_S], residual), residual
+
+    def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
+        """Applies the kept inputs of sequences, which have no tokens, to their states."""
+        sizes = sum(self.sizes), self.sizes[0], len(self.A_log.values_H)
+        xbc_TC, z_TP, dt_TH = (memory.conv_RCW.new_empty(0, size) for size in sizes)
+        self.ops.mamba_mixer(xbc_TC, z_TP, dt_TH, self._weights(), memory, sequences)
+
+    def _weights(self) -> MambaWeights:
+        return MambaWeights(
             self.conv1d.weight_CW,
             self.conv1d.bias_C,
             self.A_log.values_H,
@@ -97,17 +118,6 @@ class Mamba2(nn.Module):
             self.norm.values_H,
             self.eps,
         )
-        if self.kind.num_groups % self.tp.size == 0:
-            gated_TP = self.ops.mamba_mixer(mixed_TC, z_TP, dt_TH, weights, memory, sequences_of(step))
-        else:
-            parts = self.ops.causal_conv, self.ops.mamba2, self._norm_over_ranks
-            gated_TP = mamba_in_parts(parts, mixed_TC, z_TP, dt_TH, weights, memory, sequences_of(step))
-        if select_S is None:
-            return self.out_proj.add_to(gated_TP, residual), residual
-        residual = residual[select_S]
-        if len(select_S) == 0:
-            return None, residual
-        return self.out_proj.add_to(gated_TP[select_S], residual), residual
 
     def _norm_over_ranks(
         self,

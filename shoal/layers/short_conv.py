@@ -10,6 +10,7 @@ from torch import nn
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ShortConvKind
 from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.linear import Linear
@@ -56,12 +57,19 @@ class ShortConv(nn.Module):
         """Takes and returns what Attention.forward does; `memory` is the layer's state."""
         bcx, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
         b_TC, c_TC, x_TC = bcx.chunk(3, dim=1)
-        sequences = sequences_of(step)
-        mixed_TC = self.ops.causal_conv(
-            b_TC * x_TC, self.conv.weight_CW, self.conv.bias_C, False, memory.conv_RCW, sequences
-        )
+        mixed_TC = self._mixed(b_TC * x_TC, memory, sequences_of(step, memory))
         if select_S is not None:
             if len(select_S) == 0:
                 return None, residual[:0]
             mixed_TC, c_TC, residual = mixed_TC[select_S], c_TC[select_S], residual[select_S]
         return self.out_proj.add_to(mixed_TC * c_TC, residual), residual
+
+    def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
+        """Applies the pending inputs of sequences, which have no tokens, to their states."""
+        self._mixed(memory.conv_RCW.new_empty(0, self.conv.weight_CW.shape[0]), memory, sequences)
+
+    def _mixed(self, bx_TC: torch.Tensor, memory: LayerState, sequences: Sequences) -> torch.Tensor:
+        weight_CW, bias_C = self.conv.weight_CW, self.conv.bias_C
+        return self.ops.causal_conv(
+            bx_TC, weight_CW, bias_C, False, memory.conv_RCW, sequences, memory.kept_conv_RKC
+        )

@@ -29,6 +29,7 @@ from shoal.kernels.drafting.draft_rows import (
     SuffixLookUp,
 )
 from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.sequences import DraftSpans
 from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.kernels.state import Field
 
@@ -79,7 +80,8 @@ class Drafting:
         # A GPU's process must not compile the C library, and a CPU's must not import Triton.
         self._ops: Any = importlib.import_module(OPS[device.type])
         self.queries = options.queries
-        self._table, self._active_B, self._sampled_S = table, active_B, sampled_S
+        self.table, self._active_B, self._sampled_S = table, active_B, sampled_S
+        self._has_spans = False  # recurrent layers need them
         self._block_tables = block_tables
         num_rows, size = table.shape[0], active_B.shape[0]
         most = options.num_speculative_tokens
@@ -94,6 +96,7 @@ class Drafting:
             # For each of the step's decodes: the position of TOKEN, the number of drafts that the step
             # verifies, and the first draft if it verifies none.
             self._starts_B, self._verified_B, self._unverified_B = torch.zeros(3, size, dtype=torch.int32)
+            self._pending_B = torch.zeros(size, dtype=torch.int32)
             self._report_SX = torch.zeros(size, REPORT_SIZE + self.queries + most, dtype=torch.int32)
             self._query_starts = {
                 n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
@@ -105,6 +108,12 @@ class Drafting:
     def history_length(self) -> int:
         """The number of a row's last tokens that the device keeps."""
         return self.rows.history_RL.shape[1]
+
+    def spans(self) -> DraftSpans:
+        """Returns the spans of the step's decodes, which `decode_step` and `begin_mixed` fill in from now
+        on."""
+        self._has_spans = True
+        return DraftSpans(self._starts_B, self._verified_B, self._pending_B, self.queries)
 
     @property
     def report_size(self) -> int:
@@ -154,7 +163,11 @@ class Drafting:
     def _begin(self, rows_B: torch.Tensor, *outs: torch.Tensor) -> None:
         size = len(rows_B)
         begun = self._starts_B[:size], self._verified_B[:size], self._unverified_B[:size]
-        self._ops.begin_verification(rows_B, self._table, self.rows, *outs, *begun)
+        self._ops.begin_verification(rows_B, self.table, self.rows, *outs, *begun)
+        if self._has_spans:
+            pending_B = self.table[rows_B.long(), Field.PENDING]
+            self._pending_B[:size] = torch.where(rows_B >= 0, pending_B, 0)
+            self._pending_B[size:] = 0  # a captured step may have further places
 
     def report(
         self,
@@ -192,7 +205,7 @@ class Drafting:
             starts = torch.cat((starts, sections["sample_positions"][own]))
         elif "rows" in sections:
             rows = sections["rows"][:num_decodes]
-        report_SX, table = self._report_SX[: len(rows)], self._table
+        report_SX, table = self._report_SX[: len(rows)], self.table
         self._ops.accept(
             self._sampled_S[:num_samples],
             sections.get("token_ids", self._tokens[0]),
@@ -241,16 +254,16 @@ class Drafting:
     def rehearse(self) -> None:
         """Launches whatever kernels an eager step launches, for padding."""
         entry = torch.tensor([self.rows.history_RL.shape[0] - 1, 0, 1, 0], dtype=torch.int32)
-        self._ops.write_histories(entry.to(self._table.device), self.rows)
+        self._ops.write_histories(entry.to(self.table.device), self.rows)
         rows_B, kv_lens_B = torch.full_like(self._kv_lens_B[:1], -1), self._kv_lens_B[:1]
         for queries in self._sizes:
             self._begin(rows_B, *self._tokens[:, :queries], kv_lens_B)
             report_SX, sampled_N = self._report_SX[:1], self._sampled_S[:queries]
             begun = self._starts_B[:1], self._verified_B[:1], self._unverified_B[:1]
             ins = sampled_N, self._tokens[0], rows_B, *begun
-            self._ops.accept(*ins, 1, queries, self._table, self.rows, report_SX)
+            self._ops.accept(*ins, 1, queries, self.table, self.rows, report_SX)
         if self._drafter is None:
-            self._ops.look_up(rows_B, self._table, self.rows, self._parameters, report_SX)
+            self._ops.look_up(rows_B, self.table, self.rows, self._parameters, report_SX)
 
     def rehearse_head(self, step: StepInput) -> None:
         """Runs a head, if there is one, after a rehearsal's step: it takes memory and time as the model

@@ -348,6 +348,7 @@ class BatchBuilder:
                     1,
                     0,
                     seq.room,
+                    0,
                 )
             )
         self.rooms[row] = seq.room

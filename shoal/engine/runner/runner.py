@@ -140,7 +140,7 @@ class ModelRunner:
                 plan.keeps_all,
             )
             states = plan_states(config, model, plan.block_bytes)
-            self.states = StateRows(states, self.max_num_seqs, ops, self.device)
+            self.states = StateRows(states, self.max_num_seqs, ops, self.device, self.drafting, self.model)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
         self.cache = KvCache(plan, model.cached_layers, scales, self.states.layers, self.device, is_shared)
@@ -170,7 +170,7 @@ class ModelRunner:
         # On a CPU a region gets a function that returns its tensors; on a GPU it knows its content. It calls
         # the function whenever it needs them, because `allocate` makes another cache later.
         self.regions.adopt("weights", lambda: (tensor for _, tensor in weights_of(self.model, self.head)))
-        self.regions.adopt("kv_cache", lambda: [self.cache.blocks, self.states.rows])
+        self.regions.adopt("kv_cache", lambda: [self.cache.blocks, self.states.rows, self.states.kept])
         self.memory = RankMemory(self.regions, self.whole_rows, self.states, self.device, self.head)
         self.weights = RankWeights(self.model, tp, self.device, self.head)
         self.profile = RankProfile(tp.rank, self.device)

@@ -60,7 +60,7 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     cache of one block, and measures the graphs. One layer of each kind shows the most memory that a step
     takes, because a layer uses the memory of the one before it."""
     if runner.share is None:
-        of_rows = runner.states.rows.nbytes
+        of_rows = runner.states.nbytes
         return (runner.config.kv_cache_memory_bytes - of_rows) // runner.cache.plan.block_bytes
     num_seqs = min(runner.max_num_seqs, runner.max_num_tokens)
     query_len = min(runner.max_num_tokens // num_seqs, runner.max_model_len)

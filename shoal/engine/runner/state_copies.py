@@ -12,10 +12,15 @@ ALIGNMENT = 4
 
 def pack_copies(copies: StateCopies) -> tuple[np.ndarray, int]:
     """Returns the ints of a step's copies, and how many of them, the first ones, are the restores'. Each kind
-    has the places written to, and then the places read from. A row has parts of a block's bytes, which count
-    on from row to row."""
+    has the places written to, and then the places read from; with drafts, saves have the ends at which they
+    are due in addition. A row has parts of a block's bytes, which count on from row to row."""
     restores, saves = _pairs(copies.restores), _pairs(copies.saves)
-    packed = np.concatenate((*restores, *saves[::-1]))
+    ends = []
+    if copies.ends is not None:
+        size = len(copies.saves[0][1]) if copies.saves else 0
+        ends = [np.zeros(len(saves[0]), np.int32)]
+        ends[0][: size * len(copies.ends)] = np.repeat(np.array(copies.ends, np.int32), size)
+    packed = np.concatenate((*restores, *saves[::-1], *ends))
     return packed, 2 * len(restores[0])
 
 

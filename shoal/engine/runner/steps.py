@@ -152,8 +152,6 @@ class Steps:
             outcome = self._run_captured_mixed(header, inputs, after_layer)
         else:
             outcome = self._run_mixed(packed, sections, after_layer)
-        if num_state_ints > restores:
-            self.states.save(sections["states"][restores:], self.cache.blocks)
         if num_whole_rows:
             on_host = packed[slice(*spans["whole_rows"])]
             rows = sections["whole_rows"], on_host, num_whole_rows, outcome.places, options
@@ -164,6 +162,8 @@ class Steps:
         if self.drafting is not None:
             ended = outcome.ended and not num_whole_rows
             report = self.drafting.report(sizes, sections, ended, after_layer)
+        if num_state_ints > restores:
+            self.states.save(sections["states"][restores:], self.cache.blocks)
         return self._collect(header, sizes, outcome, options, report)
 
     def _collect(

@@ -92,6 +92,7 @@ class SeqStates:
     restored: StateSnapshot | None = None  # from which its row begins; the restore is not planned yet
     # taken but not findable yet, as the host has not seen all tokens: the number of tokens, and the snapshot
     new: list[tuple[int, StateSnapshot]] = field(default_factory=list)
+    planned_to: int = 0  # with drafts: tokens up to the last end of a block for which a save was planned
     latest: StateSnapshot | None = None  # which the next one replaces
     used: list[StateSnapshot] = field(default_factory=list)  # the others
 
@@ -114,6 +115,9 @@ class StateCopies:
 
     restores: list[tuple[int, list[int]]]  # before the step
     saves: list[tuple[int, list[int]]]  # after it
+    # With drafts: for each save, the number of tokens at which it is due. It is left out if the row does not
+    # pass it in the step, which the device alone knows. 0: it is always due
+    ends: list[int] | None = None
 
 
 @dataclass(slots=True)

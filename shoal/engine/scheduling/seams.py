@@ -53,3 +53,4 @@ class SeqPart(Protocol):
     row: int
     start: int
     num_tokens: int
+    samples: bool

@@ -14,7 +14,10 @@ at the ends of blocks:
 
 A step has copies between rows and snapshots. A restore comes before the step, and a snapshot is taken after
 it. So a snapshot can be found by the plans after its own, and while decoding only when the host has seen all
-of its tokens."""
+of its tokens.
+
+With drafts the host does not know which step passes the end of a block. So each step that may pass it has the
+copy, into the same snapshot, and the device carries out the one of the step that does (state_rows.py)."""
 
 from __future__ import annotations
 
@@ -41,10 +44,11 @@ CUT_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class SnapshotRoom:
     """blocks: how many KV blocks a snapshot takes. beside: how many there are for snapshots alone, after the
-    others; 0: snapshots and KV share all blocks."""
+    others; 0: snapshots and KV share all blocks. drafts: a decode may have several tokens."""
 
     blocks: int
     beside: int = 0
+    drafts: bool = False
 
 
 def blocks_for(
@@ -79,6 +83,7 @@ class StateBlocks(GroupedBlocks):
     ) -> None:
         super().__init__(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
         self.snapshots = Snapshots(self.pool, room.blocks, room.beside)
+        self._drafts = room.drafts
         fetches = self.fetches = StateFetches(
             self.pool,
             block_size,
@@ -156,6 +161,7 @@ class StateBlocks(GroupedBlocks):
     def copies(self, scheduled: abc.Sequence[SeqPart]) -> StateCopies | None:
         restores: list[tuple[int, list[int]]] = []
         saves: list[tuple[int, list[int]]] = []
+        ends: list[int] = []
         # A snapshot that this step takes must not make room for another one of the same step: the device
         # copies all of them at once.
         pinned: list[StateSnapshot] = []
@@ -167,16 +173,24 @@ class StateBlocks(GroupedBlocks):
                 self.snapshots.unpin(states.restored)
                 states.used.append(states.restored)
                 states.restored = None
-            if end % self.largest == 0 and seq.register_at != NEVER:
-                snapshot = self._save(seq, end)
-                if snapshot is not None:
-                    saves.append((entry.row, snapshot.blocks))
-                    if not self.snapshots.is_new(snapshot):
-                        self.snapshots.pin(snapshot)
-                        pinned.append(snapshot)
+            if seq.register_at == NEVER:
+                continue
+            if self._drafts and entry.samples:
+                planned = self._plan_saves(seq, end)
+            else:
+                own = self._save(seq, end) if end % self.largest == 0 else None
+                planned = [] if own is None else [(0, own)]
+            for due, snapshot in planned:
+                saves.append((entry.row, snapshot.blocks))
+                ends.append(due)
+                if not self.snapshots.is_new(snapshot):
+                    self.snapshots.pin(snapshot)
+                    pinned.append(snapshot)
         for snapshot in pinned:
             self.snapshots.unpin(snapshot)
-        return StateCopies(restores, saves) if restores or saves else None
+        if not (restores or saves):
+            return None
+        return StateCopies(restores, saves, ends if self._drafts else None)
 
     def release(self, seq: Sequence) -> None:
         super().release(seq)
@@ -273,6 +287,21 @@ class StateBlocks(GroupedBlocks):
 
     def _held_more(self) -> abc.Iterable[list[int]]:
         return self.snapshots.held()
+
+    def _plan_saves(self, seq: Sequence, end: int) -> list[tuple[int, StateSnapshot]]:
+        """Plans the snapshots of all ends of blocks that a sequence may pass in a step with drafts, `end` at
+        most. Returns them with these ends."""
+        states, size = states_of(seq), self.largest
+        # A step that might have passed an end without taking its snapshot leaves none.
+        first = max(states.planned_to, len(seq.token_ids) - 1) // size * size + size
+        planned = []
+        for point in range(first, end + 1, size):
+            states.planned_to = point
+            snapshot = self._save(seq, point)
+            if snapshot is not None and point < seq.register_at:
+                planned.append((point, snapshot))
+        waiting = [(point, snapshot) for point, snapshot in states.new if self.snapshots.is_new(snapshot)]
+        return planned + waiting
 
     def _save(self, seq: Sequence, end: int) -> StateSnapshot | None:
         """Plans the snapshot of a sequence that will have computed `end` tokens. Returns it, or None if there

@@ -143,9 +143,9 @@ class States(ctypes.Structure):
 
     _fields_ = _fields(
         {
-            c_void_p: "rows starts positions states",
-            c_int64: "row_stride",
-            c_int32: "num_seqs spare_row is_bf16",
+            c_void_p: "rows starts positions draft_starts verified pending states kept",
+            c_int64: "row_stride kept_stride",
+            c_int32: "num_seqs spare_row is_bf16 num_drafting slots kept_size",
         }
     )
 

@@ -5,7 +5,7 @@
 
 #include "cpu.h"
 
-enum { TOKEN = 0, POSITION = 1, MAX_TOKENS = 8, NUM_DRAFTS = 9 };    // the same as Field in state.py
+enum { TOKEN = 0, POSITION = 1, MAX_TOKENS = 8, NUM_DRAFTS = 9, PENDING = 11 };    // the same as Field in state.py
 enum { MOST_PLACES = 256 };    // the same as in draft_rows.py
 enum { REPORT_TOKENS, REPORT_VERIFIED, REPORT_DRAFTS, REPORT_FIRST, REPORT_SIZE };    // the same as Report in draft_rows.py
 
@@ -58,6 +58,7 @@ void shoal_accept(const DraftRows *d, const int32_t *sampled, const int32_t *tok
         out[REPORT_TOKENS] = used, out[REPORT_VERIFIED] = n, out[REPORT_DRAFTS] = 0;
         out[REPORT_FIRST] = unseen >= 0 ? 1 + (tokens[0] == unseen) : 0;
         fields[TOKEN] = tokens[used - 1], fields[POSITION] = starts[s] + used, fields[NUM_DRAFTS] = 0;
+        fields[PENDING] = used - 1;
     }
 }
 

@@ -14,13 +14,20 @@ enum { LANES = 8 };
 enum { REGISTERS = 4, COLUMNS = REGISTERS * LANES, STATE_ROWS = 32, CHANNELS = 64, TOKENS = 64, MAX_WIDTH = 16, AHEAD = 4, NORM_ELEMENTS = 1 << 13 };
 typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
 
-// A step's sequences and the memory of their states. Row -1 is the spare one. Strides are in numbers.
+// A step's sequences and the memory of their states. Row -1 is the spare one. Strides are in numbers. With drafts (sequences.py), which
+// the first num_drafting sequences may have, inputs are kept in `kept`: [row, slots, kept_size].
 typedef struct {
-    const int32_t *rows, *starts, *positions;
+    const int32_t *rows, *starts, *positions, *draft_starts, *verified, *pending;
     void *states;
-    int64_t row_stride;
-    int32_t num_seqs, spare_row, is_bf16;
+    float *kept;
+    int64_t row_stride, kept_stride;
+    int32_t num_seqs, spare_row, is_bf16, num_drafting, slots, kept_size;
 } States;
+
+// A sequence's own tokens [first, last), and how many pending ones are applied before them. The state after token `stored` is stored.
+typedef struct {
+    int first, last, pending, stored, position, drafts;
+} Span;
 
 // k, q [tokens, keys, key_dim] and v, out [tokens, heads, value_dim] for the delta rule; B, C and x, out in these places for
 // Mamba-2. a is dt without its bias; b, d and limits belong to one of the two.
@@ -66,8 +73,46 @@ INLINE void store_numbers(const States *s, int64_t at, const float *from, int co
     } else memcpy((float *)s->states + at, from, (size_t)count * 4);
 }
 
+// As it is once stored and loaded again. Decodes with drafts round after each token, so that drafts change nothing.
+INLINE Vector rounded(Vector x) {
+    for (int i = 0; i < LANES; i++) x[i] = from_bf16(to_bf16(x[i]));
+    return x;
+}
+
 INLINE int64_t row_of(const States *s, int seq) { return (s->rows[seq] < 0 ? s->spare_row : s->rows[seq]) * s->row_stride; }
-INLINE int begins(const States *s, int seq) { return s->positions[s->starts[seq]] <= 0; }
+INLINE Span span_of(const States *s, int seq) {
+    const int start = s->starts[seq], last = s->starts[seq + 1];
+    if (seq >= s->num_drafting) return (Span){.first = start, .last = last, .stored = last - 1};
+    const int own = last - 1 - s->verified[seq], first = own > start ? own : start;
+    return (Span){first, last, s->pending[seq], first < last ? first : last - 1, s->draft_starts[seq], 1};
+}
+
+INLINE int begins(const States *s, const Span *span) { return span->first < span->last && s->positions[span->first] <= 0; }
+
+// The kept inputs of a token `before` as many tokens before the sequence's own; drafts have negative numbers.
+INLINE float *kept_at(const States *s, int seq, const Span *span, int before) {
+    const int64_t row = s->rows[seq] < 0 ? s->spare_row : s->rows[seq];
+    return s->kept + row * s->kept_stride + (int64_t)((span->position - before) % s->slots) * s->kept_size;
+}
+
+typedef struct {
+    const float *numbers;
+    int64_t stride;
+    int size;
+} Piece;
+
+// Keeps the inputs of a step's drafts: these pieces of each, one after the other.
+static void keep_drafts(const States *s, const Piece *pieces, int count) {
+    for (int seq = 0; seq < s->num_drafting; seq++) {
+        const Span span = span_of(s, seq);
+        for (int t = span.first + 1; t < span.last; t++) {
+            float *to = kept_at(s, seq, &span, span.first - t);
+            for (int i = 0; i < count; to += pieces[i++].size)
+                memcpy(to, pieces[i].numbers + t * pieces[i].stride, (size_t)pieces[i].size * 4);
+        }
+    }
+}
+
 INLINE float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
 INLINE float sum_of(Vector x) {
@@ -101,36 +146,46 @@ static void delta_unit(void *shared, int unit, int thread) {
     const States *s = scan->states;
     const Heads *h = scan->heads;
     const int part = unit % scan->parts, head = unit / scan->parts % h->heads, seq = unit / scan->parts / h->heads;
-    const int first = s->starts[seq], last = s->starts[seq + 1], keys = h->key_dim, column = part * COLUMNS;
+    const Span span = span_of(s, seq);
+    const int first = span.first, last = span.last, keys = h->key_dim, column = part * COLUMNS, is_new = begins(s, &span);
+    const int all_keys = h->keys * keys, all_values = h->heads * h->value_dim, rounds = span.drafts && s->is_bf16;
     const int count = h->value_dim - column < COLUMNS ? h->value_dim - column : COLUMNS;
     const int64_t at = row_of(s, seq) + (int64_t)head * keys * h->value_dim + column;
     (void)thread;
-    if (first == last) return;
+    if (first - span.pending == last) return;
     Vector state[keys * REGISTERS];
     float buffers[3][keys], *q = buffers[0], *k = buffers[1], *before = buffers[2], decay = 1;
     Vector change[REGISTERS] = {0};
     memset(before, 0, (size_t)keys * 4);
-    if (begins(s, seq) || count < COLUMNS) memset(state, 0, sizeof(state));
-    if (!begins(s, seq))
+    if (is_new || count < COLUMNS) memset(state, 0, sizeof(state));
+    if (!is_new)
         for (int n = 0; n < keys; n++) load_numbers((float *)(state + n * REGISTERS), s, at + (int64_t)n * h->value_dim, count);
     const float rate = -expf(h->a_log[head]);
-    for (int64_t t = first; t < last; t++) {
-        const int64_t shared_head = head / (h->heads / h->keys) * keys;
-        const float *own_q = h->q + t * h->q_stride + shared_head, *own_k = h->k + t * h->k_stride + shared_head;
-        const float *own_v = h->v + t * h->v_stride + (int64_t)head * h->value_dim + column;
-        prefetch(own_q, h->q_stride, keys, last - t), prefetch(own_k, h->k_stride, keys, last - t), prefetch(own_v, h->v_stride, count, last - t);
+    const int64_t shared_head = head / (h->heads / h->keys) * keys;
+    for (int64_t t = first - span.pending; t < last; t++) {
+        const int is_own = t >= first;
+        const float *kept = is_own ? NULL : kept_at(s, seq, &span, first - (int)t);
+        const float *own_k = is_own ? h->k + t * h->k_stride + shared_head : kept + shared_head;
+        const float *own_q = is_own ? h->q + t * h->q_stride + shared_head : own_k;    // a pending token has no result
+        const float *own_v = (is_own ? h->v + t * h->v_stride : kept + all_keys) + (int64_t)head * h->value_dim + column;
+        const float own_a = (is_own ? h->a + t * h->a_stride : kept + all_keys + all_values)[head];
+        const float own_b = (is_own ? h->b + t * h->b_stride : kept + all_keys + all_values + h->heads)[head];
+        if (is_own) prefetch(own_q, h->q_stride, keys, last - t), prefetch(own_k, h->k_stride, keys, last - t), prefetch(own_v, h->v_stride, count, last - t);
         normalize(own_q, keys, 1 / sqrtf((float)keys), q);
         normalize(own_k, keys, 1, k);
         Vector seen[REGISTERS] = {0}, result[REGISTERS] = {0};
         for (int n = 0; n < keys; n++)
             for (int i = 0; i < REGISTERS; i++) {
                 Vector x = decay * state[n * REGISTERS + i] + before[n] * change[i];
+                if (rounds) x = rounded(x);
                 state[n * REGISTERS + i] = x;
                 seen[i] += k[n] * x;
                 result[i] += q[n] * x;
             }
-        decay = expf(rate * softplus(h->a[t * h->a_stride + head] + h->dt_bias[head]));
-        const float beta = 1 / (1 + expf(-h->b[t * h->b_stride + head])), qk = product(q, k, keys);
+        if (t == span.stored + 1)
+            for (int n = 0; n < keys; n++) store_numbers(s, at + (int64_t)n * h->value_dim, (float *)(state + n * REGISTERS), count);
+        decay = expf(rate * softplus(own_a + h->dt_bias[head]));
+        const float beta = 1 / (1 + expf(-own_b)), qk = product(q, k, keys);
         float *v = (float *)change, *out = (float *)result;
         memset(change, 0, sizeof(change));
         memcpy(v, own_v, (size_t)count * 4);
@@ -138,11 +193,11 @@ static void delta_unit(void *shared, int unit, int thread) {
             change[i] = (change[i] - decay * seen[i]) * beta;
             result[i] = decay * result[i] + qk * change[i];
         }
-        memcpy(h->out + (t * h->heads + head) * h->value_dim + column, out, (size_t)count * 4);
+        if (is_own) memcpy(h->out + (t * h->heads + head) * h->value_dim + column, out, (size_t)count * 4);
         float *swap = before;
         before = k, k = swap;
     }
-    for (int n = 0; n < keys; n++) {
+    for (int n = 0; n < keys && span.stored == last - 1; n++) {
         for (int i = 0; i < REGISTERS; i++) state[n * REGISTERS + i] = decay * state[n * REGISTERS + i] + before[n] * change[i];
         store_numbers(s, at + (int64_t)n * h->value_dim, (float *)(state + n * REGISTERS), count);
     }
@@ -152,6 +207,10 @@ static void delta_unit(void *shared, int unit, int thread) {
 void shoal_gated_delta(const Heads *heads, const States *states) {
     Scan scan = {.states = states, .heads = heads, .parts = (heads->value_dim + COLUMNS - 1) / COLUMNS};
     parallel(delta_unit, &scan, states->num_seqs * heads->heads * scan.parts);
+    const int keys = heads->keys * heads->key_dim, values = heads->heads * heads->value_dim;
+    const Piece pieces[] = {{heads->k, heads->k_stride, keys}, {heads->v, heads->v_stride, values},
+                            {heads->a, heads->a_stride, heads->heads}, {heads->b, heads->b_stride, heads->heads}};
+    keep_drafts(states, pieces, 4);
 }
 
 // STATE_ROWS numbers of a head's values, each with its key_dim numbers of the state.
@@ -160,25 +219,31 @@ static void mamba_unit(void *shared, int unit, int thread) {
     const States *s = scan->states;
     const Heads *h = scan->heads;
     const int part = unit % scan->parts, head = unit / scan->parts % h->heads, seq = unit / scan->parts / h->heads;
-    const int first = s->starts[seq], last = s->starts[seq + 1], row = part * STATE_ROWS, keys = h->key_dim;
+    const Span span = span_of(s, seq);
+    const int first = span.first, last = span.last, row = part * STATE_ROWS, keys = h->key_dim;
+    const int all_keys = h->keys * keys, all_values = h->heads * h->value_dim;
     const int rows = h->value_dim - row < STATE_ROWS ? h->value_dim - row : STATE_ROWS;
     const int vectors = (keys + LANES - 1) / LANES, padded_rows = (rows + REGISTERS - 1) / REGISTERS * REGISTERS;
     const int64_t at = row_of(s, seq) + ((int64_t)head * h->value_dim + row) * keys;
     (void)thread;
-    if (first == last) return;
+    if (first - span.pending == last) return;
     Vector state[padded_rows * vectors], b[vectors], c[vectors];
     memset(state, 0, sizeof(state)), memset(b, 0, sizeof(b)), memset(c, 0, sizeof(c));
-    if (!begins(s, seq))
+    if (!begins(s, &span))
         for (int p = 0; p < rows; p++) load_numbers((float *)(state + p * vectors), s, at + (int64_t)p * keys, keys);
     const float rate = -expf(h->a_log[head]);
     float x[STATE_ROWS] = {0};
-    for (int64_t t = first; t < last; t++) {
-        const int64_t group = head / (h->heads / h->keys) * keys;
-        const float *own_b = h->k + t * h->k_stride + group, *own_c = h->q + t * h->q_stride + group;
-        const float *own_x = h->v + t * h->v_stride + (int64_t)head * h->value_dim + row;
-        prefetch(own_b, h->k_stride, keys, last - t), prefetch(own_c, h->q_stride, keys, last - t), prefetch(own_x, h->v_stride, rows, last - t);
+    const int64_t group = head / (h->heads / h->keys) * keys;
+    for (int64_t t = first - span.pending; t < last; t++) {
+        const int is_own = t >= first;
+        const float *kept = is_own ? NULL : kept_at(s, seq, &span, first - (int)t);
+        const float *own_b = is_own ? h->k + t * h->k_stride + group : kept + all_values + group;
+        const float *own_c = is_own ? h->q + t * h->q_stride + group : own_b;    // a pending token has no result
+        const float *own_x = (is_own ? h->v + t * h->v_stride : kept) + (int64_t)head * h->value_dim + row;
+        const float own_dt = (is_own ? h->a + t * h->a_stride : kept + all_values + all_keys)[head];
+        if (is_own) prefetch(own_b, h->k_stride, keys, last - t), prefetch(own_c, h->q_stride, keys, last - t), prefetch(own_x, h->v_stride, rows, last - t);
         memcpy(b, own_b, (size_t)keys * 4), memcpy(c, own_c, (size_t)keys * 4), memcpy(x, own_x, (size_t)rows * 4);
-        float dt = softplus(h->a[t * h->a_stride + head] + h->dt_bias[head]), *out = h->out + (t * h->heads + head) * h->value_dim + row;
+        float dt = softplus(own_dt + h->dt_bias[head]), *out = is_own ? h->out + (t * h->heads + head) * h->value_dim + row : NULL;
         dt = dt < h->least_dt ? h->least_dt : dt > h->most_dt ? h->most_dt : dt;
         const float decay = expf(rate * dt);
         for (int p = 0; p < padded_rows; p += REGISTERS) {
@@ -189,16 +254,22 @@ static void mamba_unit(void *shared, int unit, int thread) {
                     own[i * vectors + n] = y;
                     sums[i] += y * c[n];
                 }
-            for (int i = 0; i < REGISTERS && p + i < rows; i++) out[p + i] = sum_of(sums[i]) + h->d[head] * x[p + i];
+            for (int i = 0; i < REGISTERS && p + i < rows && is_own; i++) out[p + i] = sum_of(sums[i]) + h->d[head] * x[p + i];
         }
+        if (t == span.stored)
+            for (int p = 0; p < rows; p++) store_numbers(s, at + (int64_t)p * keys, (float *)(state + p * vectors), keys);
+        if (span.drafts && s->is_bf16)
+            for (int i = 0; i < padded_rows * vectors; i++) state[i] = rounded(state[i]);
     }
-    for (int p = 0; p < rows; p++) store_numbers(s, at + (int64_t)p * keys, (float *)(state + p * vectors), keys);
 }
 
 // Mamba-2's state space. States are [row, heads, value_dim, key_dim].
 void shoal_mamba2(const Heads *heads, const States *states) {
     Scan scan = {.states = states, .heads = heads, .parts = (heads->value_dim + STATE_ROWS - 1) / STATE_ROWS};
     parallel(mamba_unit, &scan, states->num_seqs * heads->heads * scan.parts);
+    const int values = heads->heads * heads->value_dim, keys = heads->keys * heads->key_dim;
+    const Piece pieces[] = {{heads->v, heads->v_stride, values}, {heads->k, heads->k_stride, keys}, {heads->a, heads->a_stride, heads->heads}};
+    keep_drafts(states, pieces, 3);
 }
 
 typedef struct {
@@ -223,10 +294,9 @@ INLINE void one_token(const Conv *op, const float *restrict x, float *restrict k
     const float *restrict weight = op->weight + (int64_t)channel * width;
     float sums[CHANNELS];
     for (int c = 0; c < count; c++) sums[c] = op->bias ? op->bias[channel + c] : 0;
-    for (int c = 0; c < count; c++) {
-        float sum = weight[c * width + old] * x[c];
-        for (int j = 0; j < old; j++) sum += weight[c * width + j] * kept[c * old + j];
-        sums[c] += sum;
+    for (int c = 0; c < count; c++) {    // in the order of several tokens' sums
+        for (int j = 0; j < old; j++) sums[c] += weight[c * width + j] * kept[c * old + j];
+        sums[c] += weight[c * width + old] * x[c];
     }
     finish(op, out, sums, count);
     for (int c = 0; c < count; c++) {
@@ -235,10 +305,19 @@ INLINE void one_token(const Conv *op, const float *restrict x, float *restrict k
     }
 }
 
-INLINE float *kept_of(const States *s, int seq, int values) {
-    float *kept = (float *)s->states + row_of(s, seq);
-    if (s->starts[seq + 1] - s->starts[seq] == 1 && begins(s, seq)) memset(kept, 0, (size_t)values * 4);
-    return kept;
+INLINE float *inputs_of(const States *s, int seq, const Span *span, int values) {
+    float *inputs = (float *)s->states + row_of(s, seq);
+    if (span->last - span->first == 1 && begins(s, span)) memset(inputs, 0, (size_t)values * 4);
+    return inputs;
+}
+
+INLINE int blocks_of(const Span *span) { return (span->last - span->first + TOKENS - 1) / TOKENS; }
+
+// Input `at` of channel c, counted from the first own token, which is not an own token: pending ones come before it, and before these the
+// row's inputs.
+INLINE float old_input(const States *s, int seq, const Span *span, const float *inputs, int64_t c, int old, int at) {
+    if (-at <= span->pending) return kept_at(s, seq, span, -at)[c];
+    return begins(s, span) ? 0 : inputs[c * old + old + at + span->pending];
 }
 
 // TOKENS of a sequence: consecutive pages, so that each is looked up once.
@@ -248,15 +327,16 @@ static void conv_unit(void *shared, int unit, int thread) {
     const int width = op->width, old = width - 1;
     int seq = 0, block = unit;
     (void)thread;
-    for (int own; block >= (own = (s->starts[seq + 1] - s->starts[seq] + TOKENS - 1) / TOKENS); seq++) block -= own;
-    const int first = s->starts[seq], all = s->starts[seq + 1] - first;
+    Span span = span_of(s, 0);
+    for (int own; block >= (own = blocks_of(&span)); span = span_of(s, ++seq)) block -= own;
+    const int first = span.first, all = span.last - first;
     const int64_t from = (int64_t)block * TOKENS, to = from + TOKENS < all ? from + TOKENS : all;
-    float *kept = kept_of(s, seq, op->channels * old);
+    float *inputs = inputs_of(s, seq, &span, op->channels * old);
     for (int channel = 0; channel < op->channels; channel += CHANNELS) {
         const int count = op->channels - channel < CHANNELS ? op->channels - channel : CHANNELS;
         const float *x = op->x + first * op->stride + channel;
-        float *out = op->out + (int64_t)first * op->channels + channel, *mine = kept + (int64_t)channel * old;
-        if (all == 1) {
+        float *out = op->out + (int64_t)first * op->channels + channel, *mine = inputs + (int64_t)channel * old;
+        if (all == 1 && !span.pending) {
             if (width == 4) one_token(op, x, mine, channel, out, 4);
             else if (width == 3) one_token(op, x, mine, channel, out, 3);
             else one_token(op, x, mine, channel, out, width);
@@ -265,7 +345,7 @@ static void conv_unit(void *shared, int unit, int thread) {
         float weight[MAX_WIDTH][CHANNELS], before[MAX_WIDTH][CHANNELS], sums[CHANNELS];
         for (int c = 0; c < count; c++) {
             for (int j = 0; j < width; j++) weight[j][c] = op->weight[(int64_t)(channel + c) * width + j];
-            for (int j = 0; j < old && !block; j++) before[j][c] = begins(s, seq) ? 0 : mine[c * old + j];
+            for (int j = 0; j < old && !block; j++) before[j][c] = old_input(s, seq, &span, inputs, channel + c, old, j - old);
         }
         for (int64_t t = from; t < to; t++) {
             for (int c = 0; c < count; c++) sums[c] = op->bias ? op->bias[channel + c] : 0;
@@ -279,19 +359,19 @@ static void conv_unit(void *shared, int unit, int thread) {
     }
 }
 
-// The next state of a sequence of several tokens, once all of its units have read the last one.
+// The next state of a sequence, once all of its units have read the last one. One of one token has it already.
 static void conv_state_unit(void *shared, int seq, int thread) {
     const Conv *op = shared;
     const States *s = op->states;
-    const int old = op->width - 1, first = s->starts[seq], tokens = s->starts[seq + 1] - first;
-    float *kept = (float *)s->states + row_of(s, seq);
+    const Span span = span_of(s, seq);
+    const int old = op->width - 1, end = span.stored + 1 - span.first;
+    float *inputs = (float *)s->states + row_of(s, seq);
     (void)thread;
-    if (tokens < 2) return;
+    if (span.last - span.first + span.pending == 0 || (span.last - span.first == 1 && !span.pending)) return;
     for (int j = 0; j < old; j++) {
-        const int at = tokens - old + j;
-        const float *input = op->x + (int64_t)(first + at) * op->stride;
-        for (int64_t c = 0; c < op->channels; c++)
-            kept[c * old + j] = at >= 0 ? input[c] : begins(s, seq) ? 0 : kept[c * old + old + at];
+        const int at = end - old + j;
+        const float *input = op->x + (int64_t)(span.first + at) * op->stride;
+        for (int64_t c = 0; c < op->channels; c++) inputs[c * old + j] = at >= 0 ? input[c] : old_input(s, seq, &span, inputs, c, old, at);
     }
 }
 
@@ -302,9 +382,13 @@ void shoal_causal_conv(const States *states, const float *x, int64_t stride, con
     Conv op = {.states = states, .x = x, .stride = stride, .weight = weight, .bias = bias, .channels = channels, .width = width,
                .silu = silu, .out = out};
     int units = 0;
-    for (int seq = 0; seq < states->num_seqs; seq++) units += (states->starts[seq + 1] - states->starts[seq] + TOKENS - 1) / TOKENS;
+    for (int seq = 0; seq < states->num_seqs; seq++) {
+        const Span span = span_of(states, seq);
+        units += blocks_of(&span);
+    }
     parallel(conv_unit, &op, units);
     parallel(conv_state_unit, &op, states->num_seqs);
+    keep_drafts(states, &(Piece){x, stride, channels}, 1);
 }
 
 typedef struct {

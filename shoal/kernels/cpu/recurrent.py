@@ -24,13 +24,14 @@ def causal_conv(
     silu: bool,
     inputs_RCW: torch.Tensor,
     sequences: Sequences,
+    kept_RKC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     channels, width = weight_CW.shape
     if LIBRARY is None or inputs_RCW.dtype != torch.float32 or not _floats(x_TC) or width > MAX_WIDTH:
-        return reference.causal_conv(x_TC, weight_CW, bias_C, silu, inputs_RCW, sequences)
+        return reference.causal_conv(x_TC, weight_CW, bias_C, silu, inputs_RCW, sequences, kept_RKC)
     weight_CW, bias = weight_CW.float().contiguous(), None if bias_C is None else bias_C.float()
     out_TC = torch.empty((len(x_TC), channels))
-    states = _describe(inputs_RCW, sequences)
+    states = _describe(inputs_RCW, sequences, kept_RKC)
     LIBRARY.shoal_causal_conv(
         ctypes.addressof(states),
         x_TC.data_ptr(),
@@ -55,10 +56,11 @@ def gated_delta(
     dt_bias_H: torch.Tensor,
     states_RHNV: torch.Tensor,
     sequences: Sequences,
+    kept_RKX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if LIBRARY is None or not _floats(q_TKN, k_TKN, v_THV, a_TH, b_TH) or q_TKN.shape[2] > MAX_STATE:
         return reference.gated_delta(
-            q_TKN, k_TKN, v_THV, a_TH, b_TH, a_log_H, dt_bias_H, states_RHNV, sequences
+            q_TKN, k_TKN, v_THV, a_TH, b_TH, a_log_H, dt_bias_H, states_RHNV, sequences, kept_RKX
         )
     out_THV = torch.empty(v_THV.shape)
     constants = (a_log_H.float(), dt_bias_H.float())
@@ -71,7 +73,7 @@ def gated_delta(
         v_THV.shape[1],
         *states_RHNV.shape[2:],
     )
-    states = _describe(states_RHNV, sequences)
+    states = _describe(states_RHNV, sequences, kept_RKX)
     LIBRARY.shoal_gated_delta(ctypes.addressof(heads), ctypes.addressof(states))
     return out_THV
 
@@ -87,10 +89,11 @@ def mamba2(
     limits: tuple[float, float],
     states_RHVN: torch.Tensor,
     sequences: Sequences,
+    kept_RKX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if LIBRARY is None or not _floats(x_THV, dt_TH, b_TGN, c_TGN) or b_TGN.shape[2] > MAX_STATE:
         return reference.mamba2(
-            x_THV, dt_TH, b_TGN, c_TGN, a_log_H, d_H, dt_bias_H, limits, states_RHVN, sequences
+            x_THV, dt_TH, b_TGN, c_TGN, a_log_H, d_H, dt_bias_H, limits, states_RHVN, sequences, kept_RKX
         )
     out_THV = torch.empty(x_THV.shape)
     constants = (a_log_H.float(), dt_bias_H.float(), d_H.float())
@@ -107,7 +110,7 @@ def mamba2(
         x_THV.shape[2],
         *limits,
     )
-    states = _describe(states_RHVN, sequences)
+    states = _describe(states_RHVN, sequences, kept_RKX)
     LIBRARY.shoal_mamba2(ctypes.addressof(heads), ctypes.addressof(states))
     return out_THV
 
@@ -150,18 +153,30 @@ def _floats(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def _describe(states: torch.Tensor, sequences: Sequences) -> cpu_build.States:
+def _describe(states: torch.Tensor, sequences: Sequences, kept_RKX: torch.Tensor | None) -> cpu_build.States:
     """The struct holds addresses only, so the tensors must outlive it."""
     assert states[0].is_contiguous() and states.dtype in (torch.float32, torch.bfloat16)
-    for tensor in (sequences.rows_S, sequences.starts_S, sequences.positions_T):
+    drafts = sequences.drafts
+    of_drafts = () if drafts is None else (drafts.starts_B, drafts.verified_B, drafts.pending_B)
+    for tensor in (sequences.rows_S, sequences.starts_S, sequences.positions_T, *of_drafts):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    kept, stride, drafting = None, 0, (0, 0, 0)
+    if drafts is not None:
+        assert kept_RKX is not None and kept_RKX.dtype == torch.float32 and kept_RKX[0].is_contiguous()
+        kept, stride = kept_RKX.data_ptr(), kept_RKX.stride(0)
+        drafting = len(drafts.verified_B), *kept_RKX.shape[1:]
     return cpu_build.States(
         sequences.rows_S.data_ptr(),
         sequences.starts_S.data_ptr(),
         sequences.positions_T.data_ptr(),
+        *(tensor.data_ptr() for tensor in of_drafts),
+        *([None] * (3 - len(of_drafts))),
         states.data_ptr(),
+        kept,
         states.stride(0),
+        stride,
         len(sequences.rows_S),
         len(states) - 1,
         states.dtype == torch.bfloat16,
+        *drafting,
     )

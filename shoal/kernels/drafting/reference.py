@@ -78,7 +78,7 @@ def accept(
     The first `num_decodes` sequences have `queries` samples each, of which the last verified_B[s] + 1 count;
     the others have one. The first sample of a sequence follows the token at starts_S[s]. Its tokens are the
     samples up to the first that differs from its draft. They go into the report and the history, and the last
-    of them, with its position, into the row, which has no drafts then. `token_ids_T`, `verified_B` and
+    of them, with its position and how many came before it, into the row, which has no drafts then. `token_ids_T`, `verified_B` and
     `unverified_B` are as begin_verification made them, so accepting once more, after other samples, is
     possible even if drafts were looked up meanwhile."""
     length = drafts.history_RL.shape[1]
@@ -102,6 +102,7 @@ def accept(
         table[row, Field.TOKEN] = tokens[count - 1]
         table[row, Field.POSITION] = start + count
         table[row, Field.NUM_DRAFTS] = report_SX[s, Report.NUM_DRAFTS] = 0
+        table[row, Field.PENDING] = count - 1
         report_SX[s, Report.NUM_TOKENS] = count
         report_SX[s, Report.NUM_VERIFIED] = verified
         report_SX[s, Report.FIRST] = first

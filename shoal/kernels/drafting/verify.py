@@ -17,6 +17,7 @@ from shoal.kernels.state import Field
 
 TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
 MAX_TOKENS, NUM_DRAFTS = tl.constexpr(Field.MAX_TOKENS.value), tl.constexpr(Field.NUM_DRAFTS.value)
+PENDING = tl.constexpr(Field.PENDING.value)
 REPORT_TOKENS, REPORT_VERIFIED = (
     tl.constexpr(Report.NUM_TOKENS.value),
     tl.constexpr(Report.NUM_VERIFIED.value),
@@ -152,6 +153,7 @@ def _accept_kernel(
     tl.store(fields_ptr + TOKEN, tl.sum(tl.where(i == count - 1, tokens, 0), 0))
     tl.store(fields_ptr + POSITION, start + count)
     tl.store(fields_ptr + NUM_DRAFTS, 0)
+    tl.store(fields_ptr + PENDING, count - 1)
 
 
 def accept(

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import find_chunk, max_chunks, sigmoid, state_row
+from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_slot, token_span
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -18,7 +19,34 @@ PROMPT_TOKENS = 32  # the tokens of one program
 CHANNELS = 128
 
 
-@triton.jit(do_not_specialize=["spare_row", "first_seq", "num_seqs"])
+@triton.jit
+def _input_before(
+    state_ptr,
+    kept_ptr,
+    row,
+    stride_kept,
+    position,
+    pending,
+    at,
+    c,
+    mask,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Returns inputs at offsets `at`, below 0, from a sequence's first token: pending ones come right before
+    it, and before these the row's."""
+    before = at + pending
+    x = tl.load(state_ptr + c * (W - 1) + W - 1 + before, mask=mask & (before < 0), other=0.0)
+    if DRAFTS:
+        is_pending = mask & (before >= 0) & (at < 0)
+        slot_ptr = kept_slot(kept_ptr, row, stride_kept, position + at, SLOTS, C)
+        x = tl.where(is_pending, tl.load(slot_ptr + c, mask=is_pending, other=0.0), x)
+    return x
+
+
+@triton.jit(do_not_specialize=["spare_row", "first_seq", "num_seqs", "num_drafting"])
 def _conv_kernel(
     x_ptr,
     weight_ptr,
@@ -31,6 +59,12 @@ def _conv_kernel(
     stride_x,
     stride_row,
     spare_row,
+    draft_starts_ptr,
+    verified_ptr,
+    pending_ptr,
+    num_drafting,
+    kept_ptr,
+    stride_kept,
     first_seq,
     num_seqs,
     C: tl.constexpr,
@@ -40,22 +74,28 @@ def _conv_kernel(
     CHANNELS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    DECODES: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TOKENS 1: sequences decode, and a program is for one of them."""
+    """DECODES: a program is for all tokens of one sequence."""
     OLD: tl.constexpr = W - 1
     wait_for_inputs(PDL)
-    if TOKENS == 1:
+    if DECODES:
         seq, chunk = tl.program_id(0), 0
     else:
         seq, chunk = find_chunk(tl.program_id(0), starts_ptr + first_seq, num_seqs, TOKENS, BLOCK_S)
     in_use = seq < num_seqs
     seq = tl.minimum(seq, num_seqs - 1) + first_seq
-    first = tl.load(starts_ptr + seq)
-    length = tl.load(starts_ptr + seq + 1) - first
-    if in_use & (length > 0):
-        begins = tl.load(positions_ptr + first) <= 0
-        state_ptr = states_ptr + state_row(rows_ptr, seq, spare_row) * stride_row
+    first, last, pending, position, stored = token_span(
+        seq, starts_ptr, draft_starts_ptr, verified_ptr, pending_ptr, num_drafting, DRAFTS
+    )
+    length = last - first
+    if in_use & (length + pending > 0):
+        begins = tl.load(positions_ptr + first, mask=length > 0, other=1) <= 0
+        row = state_row(rows_ptr, seq, spare_row)
+        state_ptr = states_ptr + row * stride_row
         token_ptr = x_ptr + first.to(tl.int64) * stride_x
         c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         t = chunk * TOKENS + tl.arange(0, TOKENS)
@@ -68,8 +108,22 @@ def _conv_kernel(
             new = tl.load(
                 token_ptr + at.to(tl.int64) * stride_x + c[None, :], mask=mask & (at >= 0), other=0.0
             )
-            old_ptr = state_ptr + c[None, :] * OLD + OLD + at
-            old = tl.load(old_ptr, mask=mask & (at < 0) & (begins == 0), other=0.0)
+            is_old = mask & (at < 0) & (begins == 0)
+            old = _input_before(
+                state_ptr,
+                kept_ptr,
+                row,
+                stride_kept,
+                position,
+                pending,
+                at,
+                c[None, :],
+                is_old,
+                W,
+                C,
+                DRAFTS,
+                SLOTS,
+            )
             weight = tl.load(weight_ptr + c * W + tap, mask=c < C, other=0.0).to(tl.float32)
             sums += weight[None, :] * (new.to(tl.float32) + old.to(tl.float32))
         if SILU:
@@ -80,14 +134,28 @@ def _conv_kernel(
         if chunk == 0:
             place = tl.arange(0, BLOCK_W)[None, :]
             exists = (place < OLD) & (c < C)[:, None]
-            source = length - OLD + place
+            source = tl.minimum(stored + 1, length) - OLD + place
             fresh_ptr = token_ptr + source.to(tl.int64) * stride_x + c[:, None]
-            kept_ptr = state_ptr + c[:, None] * OLD + OLD + source
             fresh = tl.load(fresh_ptr, mask=exists & (source >= 0), other=0.0)
-            kept = tl.load(kept_ptr, mask=exists & (source < 0) & (begins == 0), other=0.0)
+            is_old = exists & (source < 0) & (begins == 0)
+            old = _input_before(
+                state_ptr,
+                kept_ptr,
+                row,
+                stride_kept,
+                position,
+                pending,
+                source,
+                c[:, None],
+                is_old,
+                W,
+                C,
+                DRAFTS,
+                SLOTS,
+            )
             tl.debug_barrier()  # another thread may read what this one writes
-            inputs = tl.where(source >= 0, fresh.to(tl.float32), kept.to(tl.float32))
-            tl.store(state_ptr + c[:, None] * OLD + place, inputs.to(kept.dtype), mask=exists)
+            inputs = tl.where(source >= 0, fresh.to(tl.float32), old.to(tl.float32))
+            tl.store(state_ptr + c[:, None] * OLD + place, inputs.to(old.dtype), mask=exists)
 
 
 def causal_conv(
@@ -97,6 +165,7 @@ def causal_conv(
     silu: bool,
     inputs_RCW: torch.Tensor,
     sequences: Sequences,
+    kept_RKC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As reference.causal_conv."""
     (num_tokens, channels), width = x_TC.shape, weight_CW.shape[1]
@@ -104,8 +173,11 @@ def causal_conv(
     assert inputs_RCW.shape[1:] == (channels, width - 1) and width > 1
     out_TC = torch.empty((num_tokens, channels), dtype=x_TC.dtype, device=x_TC.device)
     decodes, num_seqs = sequences.num_decodes, len(sequences.rows_S)
-    for first, count, tokens in ((0, decodes, 1), (decodes, num_seqs - decodes, PROMPT_TOKENS)):
-        programs = count if tokens == 1 else max_chunks(num_tokens, count, tokens)
+    drafts, draft_sizes = draft_arguments(sequences, kept_RKC)
+    queries = 1 if sequences.drafts is None else next_power_of_2(max(sequences.drafts.queries, 1))
+    for first, count, tokens in ((0, decodes, queries), (decodes, num_seqs - decodes, PROMPT_TOKENS)):
+        are_decodes = first < decodes
+        programs = count if are_decodes else max_chunks(num_tokens, count, tokens)
         if not count or not programs:
             continue
         _conv_kernel[(programs, cdiv(channels, CHANNELS))](
@@ -120,6 +192,7 @@ def causal_conv(
             x_TC.stride(0),
             inputs_RCW.stride(0),
             len(inputs_RCW) - 1,
+            *drafts,
             first,
             count,
             C=channels,
@@ -128,8 +201,11 @@ def causal_conv(
             TOKENS=tokens,
             CHANNELS=CHANNELS,
             BLOCK_W=next_power_of_2(width - 1),
-            BLOCK_S=1 if tokens == 1 else next_power_of_2(count),
+            BLOCK_S=1 if are_decodes else next_power_of_2(count),
+            DECODES=are_decodes,
+            **draft_sizes,
             num_warps=1 if tokens == 1 else 4,
             **pdl_options(),
         )
+    keep_drafts(sequences, kept_RKC, x_TC)
     return out_TC

@@ -28,6 +28,7 @@ from shoal.kernels.recurrent.chunks import (
     state_row,
     takes_chunks,
 )
+from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_slot, token_span
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -41,7 +42,16 @@ def normed(x):
     return x * tl.rsqrt(tl.sum(x * x, axis=len(x.shape) - 1, keep_dims=True) + 1e-6)
 
 
-@triton.jit(do_not_specialize=["spare_row"])
+@triton.jit
+def _next_state(state, k, v, a, b, rate, dt_bias):
+    """Returns the state [N, V] after a token. k is not normed yet."""
+    k = normed(k.to(tl.float32))
+    state *= tl.exp(rate * softplus(a.to(tl.float32) + dt_bias))
+    change = (v.to(tl.float32) - tl.sum(state * k[:, None], axis=0)) * sigmoid(b.to(tl.float32))
+    return state + k[:, None] * change[None, :]
+
+
+@triton.jit(do_not_specialize=["spare_row", "num_drafting"])
 def _delta_token_kernel(
     q_ptr,
     k_ptr,
@@ -62,20 +72,31 @@ def _delta_token_kernel(
     stride_b,
     stride_row,
     spare_row,
+    draft_starts_ptr,
+    verified_ptr,
+    pending_ptr,
+    num_drafting,
+    kept_ptr,
+    stride_kept,
     H: tl.constexpr,
     SHARED: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     seq, head = tl.program_id(0), tl.program_id(1)
     n, c = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    first, last = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    first, last, pending, position, stored = token_span(
+        seq, starts_ptr, draft_starts_ptr, verified_ptr, pending_ptr, num_drafting, DRAFTS
+    )
     in_use = last > first
-    goes_on = tl.load(positions_ptr + first, mask=in_use, other=-1) > 0
-    state_ptr = states_ptr + state_row(rows_ptr, seq, spare_row) * stride_row + head * N * V
+    goes_on = (tl.load(positions_ptr + first, mask=in_use, other=-1) > 0) | (pending > 0)
+    row = state_row(rows_ptr, seq, spare_row)
+    state_ptr = states_ptr + row * stride_row + head * N * V
     at, mask = n[:, None] * V + c[None, :], (n < N)[:, None] & (c < V)[None, :]
     # Earlier kernels of this step write other layers' states, so this one may be read before they are done.
     state = tl.load(state_ptr + at, mask=mask & goes_on, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -83,19 +104,35 @@ def _delta_token_kernel(
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     wait_for_inputs(PDL)
     keys = head // SHARED * N + n
+    if DRAFTS:
+        all_keys: tl.constexpr = H // SHARED * N
+        for i in range(pending):
+            slot_ptr = kept_slot(
+                kept_ptr, row, stride_kept, position - pending + i, SLOTS, all_keys + H * V + 2 * H
+            )
+            k = tl.load(slot_ptr + keys, mask=n < N, other=0.0)
+            v = tl.load(slot_ptr + all_keys + head * V + c, mask=c < V, other=0.0)
+            gates_ptr = slot_ptr + all_keys + H * V + head
+            state = _next_state(state, k, v, tl.load(gates_ptr), tl.load(gates_ptr + H), rate, dt_bias)
+            state = state.to(states_ptr.dtype.element_ty).to(tl.float32)
+        if (last == first) & (pending > 0):
+            tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask)
     for i in range(last - first):
         token = first.to(tl.int64) + i
         q = normed(tl.load(q_ptr + token * stride_q + keys, mask=n < N, other=0.0).to(tl.float32))
-        k = normed(tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0).to(tl.float32))
-        v = tl.load(v_ptr + token * stride_v + head * V + c, mask=c < V, other=0.0).to(tl.float32)
-        gate = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
-        beta = sigmoid(tl.load(b_ptr + token * stride_b + head).to(tl.float32))
-        state *= tl.exp(rate * softplus(gate + dt_bias))
-        change = (v - tl.sum(state * k[:, None], axis=0)) * beta
-        state += k[:, None] * change[None, :]
+        k = tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0)
+        v = tl.load(v_ptr + token * stride_v + head * V + c, mask=c < V, other=0.0)
+        a, b = tl.load(a_ptr + token * stride_a + head), tl.load(b_ptr + token * stride_b + head)
+        state = _next_state(state, k, v, a, b, rate, dt_bias)
         out = tl.sum(state * q[:, None], axis=0) * (N**-0.5)
         tl.store(out_ptr + (token * H + head) * V + c, out.to(out_ptr.dtype.element_ty), mask=c < V)
-    tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask & in_use)
+        if DRAFTS:
+            if i == stored:
+                tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask)
+            if seq < num_drafting:  # as if it was stored, so that drafts change nothing
+                state = state.to(states_ptr.dtype.element_ty).to(tl.float32)
+    if not DRAFTS:
+        tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask & in_use)
 
 
 @triton.jit
@@ -282,6 +319,7 @@ def gated_delta(
     dt_bias_H: torch.Tensor,
     states_RHNV: torch.Tensor,
     sequences: Sequences,
+    kept_RKX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As reference.gated_delta."""
     (num_tokens, num_keys, size), (_, heads, columns) = q_TKN.shape, v_THV.shape
@@ -299,6 +337,7 @@ def gated_delta(
     by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) else num_seqs
     prompts = num_seqs - by_token
     whole = next_power_of_2(columns)
+    drafts, draft_sizes = draft_arguments(sequences, kept_RKX)
     if by_token:
         block = min(whole, TOKEN_TILES.values)
         _delta_token_kernel[(by_token, heads, cdiv(columns, block))](
@@ -307,12 +346,15 @@ def gated_delta(
             *strides,
             row_stride,
             spare_row,
+            *drafts,
             **sizes,
+            **draft_sizes,
             BLOCK_N=next_power_of_2(size),
             BLOCK_V=block,
             num_warps=TOKEN_TILES.warps,
             **pdl_options(),
         )
+        keep_drafts(sequences, kept_RKX, k_TKN, v_THV, a_TH, b_TH)
     if not prompts or not num_tokens:
         return out_THV
     block_n, whole = max(next_power_of_2(size), 16), max(whole, 16)

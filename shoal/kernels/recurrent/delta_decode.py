@@ -127,7 +127,7 @@ def delta_mixer(
     """As mixers.delta_in_parts."""
     size, columns, keys = delta_sizes(weights, memory)
     num_seqs = len(sequences.rows_S)
-    if sequences.num_decodes < num_seqs or num_seqs * keys > MAX_ARRIVALS:
+    if sequences.drafts is not None or sequences.num_decodes < num_seqs or num_seqs * keys > MAX_ARRIVALS:
         parts = causal_conv, gated_delta, gated_norm
         return delta_in_parts(parts, qkv_TC, z_TX, a_TH, b_TH, weights, memory, sequences)
     inputs_RCW, states_RHNV, width = memory.conv_RCW, memory.state_R, weights.conv_CW.shape[1]

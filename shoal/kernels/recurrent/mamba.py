@@ -17,6 +17,7 @@ import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import CHUNK, RuleTiles, softplus, state_row, takes_chunks
+from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_slot, token_span
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -24,7 +25,15 @@ TOKEN_TILES = RuleTiles(32, 4, 1)
 SCAN_TILES = RuleTiles(32, 8, 2)
 
 
-@triton.jit(do_not_specialize=["spare_row"])
+@triton.jit
+def _next_state(state, x, b, dt, rate, dt_bias, least_dt, most_dt):
+    """Returns the state [V, N] after a token. dt lacks its bias and its softplus."""
+    dt = softplus(dt.to(tl.float32) + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, least_dt), most_dt)
+    return state * tl.exp(rate * dt) + (x.to(tl.float32) * dt)[:, None] * b.to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["spare_row", "num_drafting"])
 def _mamba_token_kernel(
     x_ptr,
     dt_ptr,
@@ -46,20 +55,31 @@ def _mamba_token_kernel(
     spare_row,
     least_dt,
     most_dt,
+    draft_starts_ptr,
+    verified_ptr,
+    pending_ptr,
+    num_drafting,
+    kept_ptr,
+    stride_kept,
     H: tl.constexpr,
     SHARED: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     seq, head = tl.program_id(0), tl.program_id(1)
     n, r = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    first, last = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    first, last, pending, position, stored = token_span(
+        seq, starts_ptr, draft_starts_ptr, verified_ptr, pending_ptr, num_drafting, DRAFTS
+    )
     in_use = last > first
-    goes_on = tl.load(positions_ptr + first, mask=in_use, other=-1) > 0
-    state_ptr = states_ptr + state_row(rows_ptr, seq, spare_row) * stride_row + head * V * N
+    goes_on = (tl.load(positions_ptr + first, mask=in_use, other=-1) > 0) | (pending > 0)
+    row = state_row(rows_ptr, seq, spare_row)
+    state_ptr = states_ptr + row * stride_row + head * V * N
     at, mask = r[:, None] * N + n[None, :], (r < V)[:, None] & (n < N)[None, :]
     # Earlier kernels of this step write other layers' states, so this one may be read before they are done.
     state = tl.load(state_ptr + at, mask=mask & goes_on, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -67,17 +87,35 @@ def _mamba_token_kernel(
     dt_bias, d = tl.load(dt_bias_ptr + head).to(tl.float32), tl.load(d_ptr + head).to(tl.float32)
     wait_for_inputs(PDL)
     group = head // SHARED * N + n
+    if DRAFTS:
+        all_keys: tl.constexpr = H // SHARED * N
+        for i in range(pending):
+            slot_ptr = kept_slot(
+                kept_ptr, row, stride_kept, position - pending + i, SLOTS, H * V + all_keys + H
+            )
+            x = tl.load(slot_ptr + head * V + r, mask=r < V, other=0.0)
+            b = tl.load(slot_ptr + H * V + group, mask=n < N, other=0.0)
+            dt = tl.load(slot_ptr + H * V + all_keys + head)
+            state = _next_state(state, x, b, dt, rate, dt_bias, least_dt, most_dt)
+            state = state.to(states_ptr.dtype.element_ty).to(tl.float32)
+        if (last == first) & (pending > 0):
+            tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask)
     for i in range(last - first):
         token = first.to(tl.int64) + i
-        x = tl.load(x_ptr + token * stride_x + head * V + r, mask=r < V, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + token * stride_b + group, mask=n < N, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + token * stride_x + head * V + r, mask=r < V, other=0.0)
+        b = tl.load(b_ptr + token * stride_b + group, mask=n < N, other=0.0)
         c = tl.load(c_ptr + token * stride_c + group, mask=n < N, other=0.0).to(tl.float32)
-        dt = softplus(tl.load(dt_ptr + token * stride_dt + head).to(tl.float32) + dt_bias)
-        dt = tl.minimum(tl.maximum(dt, least_dt), most_dt)
-        state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b[None, :]
-        out = tl.sum(state * c[None, :], axis=1) + d * x
+        dt = tl.load(dt_ptr + token * stride_dt + head)
+        state = _next_state(state, x, b, dt, rate, dt_bias, least_dt, most_dt)
+        out = tl.sum(state * c[None, :], axis=1) + d * x.to(tl.float32)
         tl.store(out_ptr + (token * H + head) * V + r, out.to(out_ptr.dtype.element_ty), mask=r < V)
-    tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask & in_use)
+        if DRAFTS:
+            if i == stored:
+                tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask)
+            if seq < num_drafting:  # as if it was stored, so that drafts change nothing
+                state = state.to(states_ptr.dtype.element_ty).to(tl.float32)
+    if not DRAFTS:
+        tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask & in_use)
 
 
 @triton.jit(do_not_specialize=["spare_row", "first_seq"])
@@ -164,6 +202,7 @@ def mamba2(
     limits: tuple[float, float],
     states_RHVN: torch.Tensor,
     sequences: Sequences,
+    kept_RKX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As reference.mamba2."""
     (num_tokens, heads, rows), (_, groups, size) = x_THV.shape, b_TGN.shape
@@ -185,9 +224,18 @@ def mamba2(
     block_n, whole = next_power_of_2(size), next_power_of_2(rows)
     if by_token:
         block = min(whole, TOKEN_TILES.values)
+        drafts, draft_sizes = draft_arguments(sequences, kept_RKX)
         _mamba_token_kernel[(by_token, heads, cdiv(rows, block))](
-            *arguments, **sizes, BLOCK_N=block_n, BLOCK_V=block, num_warps=TOKEN_TILES.warps, **pdl_options()
+            *arguments,
+            *drafts,
+            **sizes,
+            **draft_sizes,
+            BLOCK_N=block_n,
+            BLOCK_V=block,
+            num_warps=TOKEN_TILES.warps,
+            **pdl_options(),
         )
+        keep_drafts(sequences, kept_RKX, x_THV, b_TGN, dt_TH)
     if prompts and num_tokens:
         block_n, block = max(block_n, 16), max(min(whole, SCAN_TILES.values), 16)
         _mamba_scan_kernel[(prompts, heads, cdiv(rows, block))](

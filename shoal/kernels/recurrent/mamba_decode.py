@@ -134,7 +134,7 @@ def mamba_mixer(
     """As mixers.mamba_in_parts."""
     columns, size, groups = mamba_sizes(weights, memory)
     num_seqs = len(sequences.rows_S)
-    if sequences.num_decodes < num_seqs or num_seqs * groups > MAX_ARRIVALS:
+    if sequences.drafts is not None or sequences.num_decodes < num_seqs or num_seqs * groups > MAX_ARRIVALS:
         parts = causal_conv, mamba2, gated_norm
         return mamba_in_parts(parts, xbc_TC, z_TX, dt_TH, weights, memory, sequences)
     inputs_RCW, states_RHVN, width = memory.conv_RCW, memory.state_R, weights.conv_CW.shape[1]

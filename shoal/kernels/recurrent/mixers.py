@@ -53,7 +53,8 @@ def delta_in_parts(
     """Returns a gated delta net's outputs, [T, X]. Each head has a norm, whose gate is z."""
     conv, rule, norm = parts
     size, columns, keys = delta_sizes(weights, memory)
-    mixed_TC = conv(qkv_TC, weights.conv_CW, None, True, memory.conv_RCW, sequences)
+    inputs_RCW, kept_RKC = memory.conv_RCW, memory.kept_conv_RKC
+    mixed_TC = conv(qkv_TC, weights.conv_CW, None, True, inputs_RCW, sequences, kept_RKC)
     q, k, v = mixed_TC.split((keys * size, keys * size, z_TX.shape[1]), dim=1)
     out_THV = rule(
         q.unflatten(1, (-1, size)),
@@ -65,6 +66,7 @@ def delta_in_parts(
         weights.dt_bias_H,
         memory.state_R,
         sequences,
+        memory.kept_state_RKX,
     )
     return norm(out_THV.flatten(1), z_TX, weights.norm_V, weights.eps, columns, gate_first=False)
 
@@ -81,7 +83,8 @@ def mamba_in_parts(
     """Returns a Mamba-2 layer's outputs, [T, X]. z is the gate of the norm, which is over a group's heads."""
     conv, rule, norm = parts
     columns, size, groups = mamba_sizes(weights, memory)
-    mixed_TC = conv(xbc_TC, weights.conv_CW, weights.conv_C, True, memory.conv_RCW, sequences)
+    inputs_RCW, kept_RKC = memory.conv_RCW, memory.kept_conv_RKC
+    mixed_TC = conv(xbc_TC, weights.conv_CW, weights.conv_C, True, inputs_RCW, sequences, kept_RKC)
     x, b, c = mixed_TC.split((z_TX.shape[1], groups * size, groups * size), dim=1)
     out_THV = rule(
         x.unflatten(1, (-1, columns)),
@@ -94,6 +97,7 @@ def mamba_in_parts(
         weights.limits,
         memory.state_R,
         sequences,
+        memory.kept_state_RKX,
     )
     part = z_TX.shape[1] // groups
     return norm(out_THV.flatten(1), z_TX, weights.norm_X, weights.eps, part, gate_first=True)

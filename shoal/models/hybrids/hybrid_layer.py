@@ -7,8 +7,9 @@ from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerMemory
+from shoal.kernels.layer_cache import LayerMemory, LayerState
 from shoal.kernels.ops import Ops
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.experts import MoE
@@ -74,3 +75,8 @@ class HybridLayer(nn.Module):
             return None, residual
         assert self.mlp is not None
         return self.mlp(x, residual, norm)
+
+    def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
+        """Applies the kept inputs of accepted drafts to the states of sequences."""
+        assert self.mixer_name is not None
+        getattr(self, self.mixer_name).apply_pending(memory, sequences)

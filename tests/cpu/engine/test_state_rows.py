@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from shoal.config import SpeculativeConfig
 from shoal.engine.runner.state_copies import pack_copies
 from shoal.engine.runner.state_rows import StateRows, plan_states
 from shoal.engine.scheduling.part_state import StateCopies
@@ -27,6 +28,8 @@ class Options:
     tensor_parallel_size: int = 1
     dtype: str = "bfloat16"
     mamba_ssm_cache_dtype: str = "auto"
+    block_size: int = 16
+    speculative: SpeculativeConfig | None = None
 
 
 def test_each_layer_has_a_view_of_its_own_part_of_a_row():

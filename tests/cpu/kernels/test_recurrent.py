@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.recurrent import reference
+from tests.recurrent_drafts import draft_cases, follow_drafts
 from tests.recurrent_steps import (
     STEPS,
     Heads,
@@ -238,3 +239,26 @@ def test_float16_layers_take_the_reference_on_a_cpu() -> None:
     compare(cpu_ops.gated_delta, reference.gated_delta, inputs, "states_RHNV", rtol=0, atol=0)
     states = rows_of_states(2, 4, 2, dtype=torch.float16)
     assert states.shape == (2, 4, 2) and not states.is_contiguous()
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "mamba2"])
+@pytest.mark.parametrize("seed", range(6))
+@STATES
+def test_rejected_drafts_leave_no_trace_in_the_reference(
+    op: str, seed: int, state_dtype: torch.dtype
+) -> None:
+    state, make = draft_cases(torch.float32, state_dtype)[op]
+    function = getattr(reference, op)
+    tolerance = CLOSE if state_dtype == torch.float32 else dict(rtol=2**-6, atol=1e-2)
+    follow_drafts(function, function, make, state, seed, **tolerance)
+
+
+@NEEDS_C
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "mamba2"])
+@pytest.mark.parametrize("seed", range(6))
+@STATES
+def test_rejected_drafts_leave_no_trace_in_c(op: str, seed: int, state_dtype: torch.dtype) -> None:
+    """Not one bit: a sequence with drafts computes the same sums."""
+    state, make = draft_cases(torch.float32, state_dtype)[op]
+    function = getattr(cpu_ops, op)
+    follow_drafts(function, function, make, state, seed, rtol=0, atol=0)

@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels import triton_ops
 from shoal.kernels.recurrent import delta, mamba, reference
+from tests.recurrent_drafts import draft_cases, follow_drafts
 from tests.recurrent_steps import (
     MIXERS,
     STEPS,
@@ -23,6 +24,7 @@ from tests.recurrent_steps import (
 
 CLOSE = dict(rtol=5e-5, atol=5e-5)
 HALF = dict(rtol=2e-2, atol=2e-2)  # float16 numbers are rounded before matmuls, relative to results near 1
+SMALL = Heads(1, 2, 8, 8)
 CHUNKS = pytest.mark.parametrize("in_chunks", [False, True], ids=["by_token", "in_chunks"])
 STEP = pytest.mark.parametrize("step", STEPS)
 HEADS = pytest.mark.parametrize("heads", [Heads(1, 2, 16, 8), Heads(2, 2, 20, 37)], ids=str)
@@ -115,3 +117,19 @@ def test_gated_norms_equal_the_reference(
             reference.gated_norm(x, gate, weight, 1e-6, size, gate_first),
             **(CLOSE if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)),
         )
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "mamba2"])
+@CHUNKS
+def test_rejected_drafts_leave_no_trace(op: str, in_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (delta, mamba):
+        monkeypatch.setattr(module, "takes_chunks", lambda dtype: in_chunks)
+    state, make = draft_cases(torch.float32, torch.float32, SMALL)[op]
+    follow_drafts(getattr(triton_ops, op), getattr(reference, op), make, state, 1, 6, **CLOSE)
+
+
+def test_states_in_bfloat16_are_rounded_as_without_drafts() -> None:
+    for op in ("gated_delta", "mamba2"):
+        state, make = draft_cases(torch.float32, torch.bfloat16, SMALL)[op]
+        function = getattr(triton_ops, op)
+        follow_drafts(function, function, make, state, 5, 6, rtol=1e-6, atol=1e-6)
