@@ -13,6 +13,7 @@ from shoal.kernels.recurrent.sequences import DraftSpans, Sequences
 from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, mamba_inputs
 
 DRAFTS, DECODES, PROMPT = 3, 3, 5
+WIDE = Heads(2, 4, 20, 37)
 KEPT = {"inputs_RCW": "kept_RKC", "states_RHNV": "kept_RKX", "states_RHVN": "kept_RKX"}
 
 
@@ -29,7 +30,7 @@ def input_size(inputs: dict[str, Any]) -> int:
 
 
 def draft_cases(
-    dtype: torch.dtype, state_dtype: torch.dtype, heads: Heads = Heads(2, 4, 20, 37)
+    dtype: torch.dtype, state_dtype: torch.dtype, heads: Heads = WIDE
 ) -> dict[str, tuple[str, Callable[[Sequences, int], dict[str, Any]]]]:
     """Returns for each op the name of its states, and its inputs."""
     return {

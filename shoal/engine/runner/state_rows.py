@@ -181,8 +181,8 @@ class StateRows:
     def _apply_pending(self, rows_N: torch.Tensor, ends_N: torch.Tensor, is_due_N: torch.Tensor) -> None:
         """Takes the states of rows to the positions `ends_N`, where they are due."""
         assert self._drafting is not None and self._model is not None
-        fields = self._drafting.table[rows_N.long()]
-        pending_N = ends_N - fields[:, Field.POSITION] + fields[:, Field.PENDING]
+        table, rows = self._drafting.table, rows_N.long()
+        pending_N = ends_N - table[rows, Field.POSITION] + table[rows, Field.PENDING]
         pending_N = torch.where(is_due_N, pending_N, 0)
         if self.rows.device.type == "cpu" and not pending_N.any():
             return
@@ -193,7 +193,8 @@ class StateRows:
             module = self._model.layers[i]
             assert isinstance(module, HybridLayer)
             module.apply_pending(layer, sequences)
-        self._drafting.table[:, Field.PENDING].index_add_(0, rows_N.long(), -pending_N)
+        # A row is there once for each end that it might pass.
+        table[:, Field.PENDING].index_put_((rows,), -pending_N, accumulate=True)
 
     def _parts(self, blocks: torch.Tensor) -> torch.Tensor:
         return self.rows.view(-1, blocks.shape[1] * blocks.itemsize)
