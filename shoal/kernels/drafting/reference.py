@@ -78,9 +78,9 @@ def accept(
     The first `num_decodes` sequences have `queries` samples each, of which the last verified_B[s] + 1 count;
     the others have one. The first sample of a sequence follows the token at starts_S[s]. Its tokens are the
     samples up to the first that differs from its draft. They go into the report and the history, and the last
-    of them, with its position and how many came before it, into the row, which has no drafts then. `token_ids_T`, `verified_B` and
-    `unverified_B` are as begin_verification made them, so accepting once more, after other samples, is
-    possible even if drafts were looked up meanwhile."""
+    of them, with its position and how many came before it, into the row, which has no drafts then.
+    `token_ids_T`, `verified_B` and `unverified_B` are as begin_verification made them, so accepting once
+    more, after other samples, is possible even if drafts were looked up meanwhile."""
     length = drafts.history_RL.shape[1]
     sampled = sampled_N.tolist()
     for s, (row, start) in enumerate(zip(rows_S.tolist(), starts_S.tolist())):
