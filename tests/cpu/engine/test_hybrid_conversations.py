@@ -91,7 +91,7 @@ def test_no_turn_computes_more_than_its_own_tokens_and_a_block(name, build):
     core = small(build, name, num_kept=8)
     converse(core, 3)
     stats, blocks = core.stats(), core.scheduler.blocks
-    needed = FIRST // BLOCK * len(blocks.groups) + blocks.snapshots.size  # of one conversation
+    needed = FIRST // BLOCK * len(blocks.groups) + blocks.snapshots.size  # one conversation
     assert stats.num_blocks < NUM * needed and stats.kv_tiers["host"].fetched_blocks > NUM * needed
 
 
