@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shoal.kernels.recurrent.sequences import DraftSpans, Sequences
+from shoal.kernels.draft_spans import DraftSpans
+from shoal.kernels.recurrent.sequences import Sequences
 from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, mamba_inputs
 
 DRAFTS, DECODES, PROMPT = 3, 3, 5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.kernels.recurrent.sequences import DraftSpans
+from shoal.kernels.draft_spans import DraftSpans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class LayerState:
 
     conv_RCW: torch.Tensor  # [R + 1, C, W - 1]: the last inputs of the convolution, the oldest first
     state_R: torch.Tensor | None  # [R + 1, heads, ...]; None: the layer is a convolution alone
-    # With speculation: the kept inputs of drafts (kernels/recurrent/sequences.py), [R + 1, drafts, ...], of
+    # With speculation: the kept inputs of drafts (kernels/draft_spans.py), [R + 1, drafts, ...], of
     # the convolution and of the state, and the spans of all decodes that there may be
     kept_conv_RKC: torch.Tensor | None = None
     kept_state_RKX: torch.Tensor | None = None

@@ -20,6 +20,7 @@ from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.drafting.rank_head import RankHead
 from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.scheduling.draft_lengths import DraftReport
+from shoal.kernels.draft_spans import DraftSpans
 from shoal.kernels.drafting.draft_rows import (
     MOST_DECODES,
     REPORT_SIZE,
@@ -29,7 +30,6 @@ from shoal.kernels.drafting.draft_rows import (
     SuffixLookUp,
 )
 from shoal.kernels.ops import Ops
-from shoal.kernels.recurrent.sequences import DraftSpans
 from shoal.kernels.sampling.row_options import SamplePlaces
 from shoal.kernels.state import Field
 

@@ -4,7 +4,7 @@ of a row is in as many KV blocks as hold its bytes. The scheduler says which row
 write rows in place.
 
 With speculation, states lack the accepted drafts of the last step, whose inputs are kept beside the rows
-until the next one (kernels/recurrent/sequences.py). A snapshot lacks none: before the copy, pending inputs
+until the next one (kernels/draft_spans.py). A snapshot lacks none: before the copy, pending inputs
 are applied."""
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 
 from shoal.config import ResolvedConfig
 from shoal.engine.drafting.device import Drafting
+from shoal.kernels.draft_spans import DraftSpans
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
-from shoal.kernels.recurrent.sequences import DraftSpans, Sequences
+from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.state import Field
 from shoal.kinds.recurrent import RecurrentKind, ShortConvKind
 from shoal.model_config import ModelConfig
