@@ -33,9 +33,9 @@ class DraftSender:
             values.append(seq.room)
 
     def finish(self, plan: StepPlan, addresses: list[int], values: list[int]) -> np.ndarray:
-        """Adds the most tokens of each decode, where it has changed. Returns the histories of new rows, and
-        the drafts that grammars have cut."""
-        for entry in plan.scheduled[: plan.num_decodes]:
+        """Adds the most tokens of each decode, where it has changed; a step with places for one token of each
+        needs none. Returns the histories of new rows, and the drafts that grammars have cut."""
+        for entry in plan.scheduled[: plan.num_decodes if plan.queries > 1 else 0]:
             history, num_drafts = entry.seq.drafts, entry.num_tokens - 1
             if entry.seq.lockstep and num_drafts and history is not None:
                 self._histories += [entry.row, DRAFTS, num_drafts, *history.drafts[:num_drafts]]

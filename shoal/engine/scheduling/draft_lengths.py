@@ -23,6 +23,7 @@ from shoal.api import Drafted
 from shoal.engine.scheduling.part_state import DraftHistory
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 
+DECODE, PREFILL = SequenceStatus.DECODE, SequenceStatus.PREFILL
 RATE = 0.2  # how much one draft corrects a request's acceptance,
 RATE_OF_ALL = 0.02  # and the acceptance with which new requests begin
 FIRST, FURTHER = 0.4, 0.7  # that acceptance at the start of the engine
@@ -97,15 +98,17 @@ class DraftLengths:
 
     def choose(self, running: Iterable[Sequence], may_start: bool = False) -> int:
         """Returns the size of the next step. `may_start`: a waiting sequence may start with it."""
-        decodes = [seq for seq in running if seq.status is SequenceStatus.DECODE]
+        # Rows in lockstep wait for the token that a step in flight samples.
+        decodes = [seq for seq in running if seq.status is DECODE and not (seq.lockstep and seq.num_pending)]
+        sizes = self._sizes_for(len(decodes))
+        if len(sizes) == 1:
+            return 1
         if self._most_decodes is not None and (may_start or _has_prompt(running)):
             return 1
-        decodes = [seq for seq in decodes if not (seq.lockstep and seq.num_pending)]  # these wait
-        sizes = self._sizes_for(len(decodes))
         if not self.is_adaptive:
             return sizes[-1]
         row = self._rows.get(_bucket(len(decodes)))
-        if row is None or not row.base or self._budget <= 0 or len(sizes) == 1:
+        if row is None or not row.base or self._budget <= 0:
             return 1
         if self._num_steps - row.compared_at > COMPARE:
             return 1
@@ -261,8 +264,7 @@ class DraftLengths:
 
 
 def _has_prompt(running: Iterable[Sequence]) -> bool:
-    prefill = SequenceStatus.PREFILL
-    return any(seq.status is prefill and not seq.request.fetches_only for seq in running)
+    return any(seq.status is PREFILL and not seq.request.fetches_only for seq in running)
 
 
 def drafted(num_kept: int, num_sampled: int, report: DraftReport) -> Drafted | None:
