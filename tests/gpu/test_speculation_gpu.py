@@ -229,7 +229,10 @@ def test_a_head_that_is_right_is_always_right(kind, k, options, tmp_path, build)
     assert [list(o.outputs[0].token_ids) for o in outputs] == want
 
 
-@pytest.mark.parametrize("name", [*tiny.MODELS, "gpt-oss", "gemma2", "gemma3", "glm4-flash"])
+HYBRIDS = ["qwen3.5", "qwen3-next", "granite4-mamba", "lfm2", "nemotron-h"]
+
+
+@pytest.mark.parametrize("name", [*tiny.MODELS, "gpt-oss", "gemma2", "gemma3", "glm4-flash", *HYBRIDS])
 def test_every_architecture_generates_the_oracles_tokens_with_drafts(name, root, build):
     folder = tiny.write_model(root, name) if name in tiny.MODELS else write_family(root, name)
     prompts = [[*random.Random(i).choices(range(256), k=9)] * 4 for i in range(6)]
@@ -238,7 +241,7 @@ def test_every_architecture_generates_the_oracles_tokens_with_drafts(name, root,
     assert [list(o.outputs[0].token_ids) for o in outputs] == [tiny.greedy(folder, p, 40) for p in prompts]
 
 
-@pytest.mark.parametrize("name", NEAR_LAST)
+@pytest.mark.parametrize("name", [*NEAR_LAST, "qwen3.5", "qwen3-next"])
 def test_a_models_own_head_changes_no_token(name, root, build):
     folder = write_mtp(root, name)
     speculation = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}

@@ -20,6 +20,7 @@ from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
 from tests.mtp_heads import write_mtp
+from tests.tiny_families import write_family
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 FIXED = NGRAM | {"enable_adaptive_verification": False}
@@ -160,6 +161,18 @@ def test_a_models_own_head_drafts_inside_of_graphs(tmp_path, build):
     for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
         assert list(out.outputs[0].token_ids) == tiny.greedy(folder, prompt, 20)
     assert any(key.queries == 4 for key in llm.counts)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron-h"])
+def test_states_take_drafts_back_inside_of_graphs(name, tmp_path, build):
+    folder = write_family(tmp_path, name)
+    llm = build(folder, speculative_config=FIXED, max_num_seqs=3)
+    prompts = [[*random.Random(i).choices(range(256), k=7 + i)] * 3 for i in range(5)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for _ in range(2):
+        for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+            assert list(out.outputs[0].token_ids) == tiny.greedy(folder, prompt, 30)
+    assert any(key.queries > 1 for key in llm.counts)
 
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["look-up", "head"])
