@@ -633,6 +633,19 @@ FAMILIES["granite4-experts"] = (
     dict(GRANITE, **MAMBA | dict(mamba_n_groups=1), num_local_experts=6, intermediate_size=32),
     old_layer_types,
 )
+FAMILIES["bamba"] = (
+    "BambaConfig",
+    dict(
+        num_hidden_layers=4,
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_head=12,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_chunk_size=16,
+    ),
+    None,
+)
 LFM2 = dict(num_hidden_layers=4, layer_types=["conv", FULL, "conv", "conv"], norm_eps=1e-5)
 FAMILIES["lfm2"] = ("Lfm2Config", dict(**LFM2, block_multiple_of=32, tie_word_embeddings=True), None)
 FAMILIES["lfm2-moe"] = (
@@ -682,6 +695,7 @@ RECURRENT = (
     "qwen3.5-moe",
     "granite4-mamba",
     "granite4-experts",
+    "bamba",
     "lfm2",
     "lfm2-moe",
     "nemotron-h",

@@ -24,7 +24,7 @@ from shoal.models.families import (
     smollm3,
     youtu,
 )
-from shoal.models.hybrids import granite_hybrid, lfm2, nemotron_h, qwen3_5, qwen3_next
+from shoal.models.hybrids import bamba, granite_hybrid, lfm2, nemotron_h, qwen3_5, qwen3_next
 from shoal.models.mixtures import (
     deepseek_v2,
     deepseek_v3,
@@ -70,6 +70,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     granite_swa.ARCHITECTURE,
     seed_oss.ARCHITECTURE,
     phi3.ARCHITECTURE,
+    bamba.ARCHITECTURE,
     granite_hybrid.SPARSE,
     granite_hybrid.DENSE,
     hunyuan.ARCHITECTURE,

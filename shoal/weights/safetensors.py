@@ -37,6 +37,7 @@ OTHER_PART = re.compile(
 # Prefixes of some families -> what other families have.
 PREFIXES = {
     "model.embedding_norm.": "model.norm.",
+    "model.final_layernorm.": "model.norm.",
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
     "backbone.": "model.",
