@@ -134,6 +134,13 @@ def whole_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, data.float() * scale
 
 
+def fp8_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As NVIDIA's ModelOpt stores a matrix in fp8."""
+    stored, unpacked = whole_of_fp8(weight)
+    names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    return {name: stored[own] for name, own in names.items()}, unpacked
+
+
 def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Eight numbers of 4 bits side by side along `dim` in an int32, number order[i] at bits 4 i and up."""
     eight = quants.to(torch.int32).unflatten(dim, (-1, 8))
@@ -165,6 +172,8 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
 
 
 BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-modelopt": nvfp4_of_modelopt}
+BY_BLOCKS["fp8-modelopt"] = fp8_of_modelopt
+MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
 
 def config_of(kind: str) -> dict:
@@ -175,6 +184,8 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
     if kind == "nvfp4-modelopt":
         return dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"])
+    if kind == "fp8-modelopt":
+        return dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
     if kind == "fp8-whole":
         return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":
@@ -212,20 +223,26 @@ def write(
 def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Tensor]:
     """Quantizes the layers' matrices of a checkpoint in plain numbers, but for names that begin with `left`. Returns
     the whole state dict, unpacked."""
-    quantize = partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
-    if kind in BY_BLOCKS:
-        quantize = BY_BLOCKS[kind]
-    stored, unpacked = {}, {}
+    quantize = BY_BLOCKS.get(kind) or partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
+    stored, unpacked, layers = {}, {}, {}
     matrices = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     for name, weight in load_file(folder / "model.safetensors").items():
         if name.startswith(left) or not name.endswith(matrices):
             stored[name] = unpacked[name] = weight
             continue
-        parts, unpacked[name] = quantize(weight)
         module = name.removesuffix(".weight")
+        if kind == MIXED:
+            is_nvfp4 = "up_proj" in name or "down_proj" in name
+            quantize = nvfp4_of_modelopt if is_nvfp4 else fp8_of_modelopt
+            layers[module] = dict(quant_algo="NVFP4", group_size=16) if is_nvfp4 else dict(quant_algo="FP8")
+        parts, unpacked[name] = quantize(weight)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     written = json.loads((folder / "config.json").read_text())
-    written["quantization_config"] = config_of(kind)
+    written["quantization_config"] = (
+        dict(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+        if kind == MIXED
+        else config_of(kind)
+    )
     (folder / "config.json").write_text(json.dumps(written))
     return unpacked

@@ -604,6 +604,7 @@ FAMILIES["qwen3.5-moe"] = (
     dict(text_config=dict(DELTA, **SHARED, rope_parameters=MROPE), vision_config=QWEN_VISION),
     stacked_experts,
 )
+FAMILIES["qwen3.5-moe-text"] = ("Qwen3_5MoeTextConfig", dict(**DELTA, **SHARED), None)
 MAMBA = dict(
     num_hidden_layers=4,
     layer_types=["mamba", "attention", "mamba", "mamba"],

@@ -79,6 +79,8 @@ class MatrixLayer(LoadingLayer):
             and isinstance(shard, QuantizedTensor)
             and whole
             and is_multiplied(shard, self.device)
+            # parts that are stored in different layouts become plain
+            and all(type(other) is type(shard) for other in self._quantized_parts.values())
         ):
             self._quantized_parts[part] = shard
             if len(self._quantized_parts) == len(self.parts):

@@ -77,7 +77,9 @@ def lies_by_shape(files: CheckpointFiles) -> bool:
     """Says if shapes alone decide the layout of the checkpoint's weights in an engine's memory. In a GGUF
     file and in most 4-bit layouts the numbers matter, too."""
     quantization = files.config.quantization
-    return files.file is None and (quantization is None or BY_NAME[quantization.layout].zeros is not None)
+    if files.file is not None or quantization is None:
+        return files.file is None
+    return not quantization.others and BY_NAME[quantization.layout].zeros is not None
 
 
 def check_shapes(files: CheckpointFiles) -> None:

@@ -42,7 +42,7 @@ def tensor_headers(folder: Path, config: ModelConfig, naming: Naming = text_name
         return _headers(folder, DTYPES, config, naming)
     headers = _headers(folder, EVERY_DTYPE, config, naming)
     matrices = _matrices(headers, quantization)
-    taken = {name for parts in matrices.values() for name in parts.values()}
+    taken = {name for _, parts in matrices.values() for name in parts.values()}
     found = {name: header for name, header in headers.items() if name not in taken}
     for name, header in found.items():
         if header.dtype in PACKED_DTYPES:
@@ -51,8 +51,8 @@ def tensor_headers(folder: Path, config: ModelConfig, naming: Naming = text_name
                 f"config's layout {quantization.layout}; its scales are missing, or the "
                 "config is another checkpoint's"
             )
-    layout = BY_NAME[quantization.layout]
-    for module, parts in matrices.items():
+    for module, (own, parts) in matrices.items():
+        layout = BY_NAME[own.layout]
         shape = layout.matrix_shape(_shapes_of(parts, headers))
         if f"{module}.weight" in found:
             raise CheckpointError(f"the checkpoint holds {module}.weight twice, plain and quantized")
@@ -71,19 +71,19 @@ def folder_tensors(
         return
     matrices = _matrices(_headers(folder, EVERY_DTYPE, config, naming), quantization)
     module_of = {
-        name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
+        name: (module, suffix) for module, (_, parts) in matrices.items() for suffix, name in parts.items()
     }
     held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
-    layout = BY_NAME[quantization.layout]
     for name, tensor in _tensors(folder, EVERY_DTYPE, config, naming):
         if name not in module_of:
             yield name, tensor
             continue
         module, suffix = module_of[name]
         held[module][suffix] = tensor
-        if len(held[module]) == len(matrices[module]):
+        own, parts = matrices[module]
+        if len(held[module]) == len(parts):
             try:
-                matrix = layout.join(held.pop(module), quantization)
+                matrix = BY_NAME[own.layout].join(held.pop(module), own)
             except CheckpointError as error:
                 raise CheckpointError(f"{module}.weight: {error}") from None
             yield f"{module}.weight", matrix
@@ -113,35 +113,48 @@ def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) ->
     return {suffix: headers[name].shape for suffix, name in parts.items()}
 
 
-def _matrices(headers: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, dict[str, str]]:
-    """The tensors of each quantized matrix by suffix, under its module's name."""
-    layout = BY_NAME[quantization.layout]
+def _matrices(
+    headers: Mapping[str, TensorHeader], quantization: Quantization
+) -> dict[str, tuple[Quantization, dict[str, str]]]:
+    """Each quantized matrix's layout, and its tensors by suffix, under its module's name."""
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, header in headers.items():
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = header.shape
     found = {}
     for module, shapes in modules.items():
-        if layout.marker not in shapes:
+        own = _quantization_of(shapes, quantization)
+        if own is None:
             continue
+        layout = BY_NAME[own.layout]
         try:
-            stored = layout.tensors(*layout.matrix_shape(shapes), quantization)
+            stored = layout.tensors(*layout.matrix_shape(shapes), own)
         except (KeyError, ValueError):
             raise CheckpointError(
-                f"{module}: its tensors {sorted(shapes)} do not form a matrix in the layout "
-                f"{quantization.layout}"
+                f"{module}: its tensors {sorted(shapes)} do not form a matrix in the layout {own.layout}"
             ) from None
         except CheckpointError as error:
             raise CheckpointError(f"{module}.weight: {error}") from None
-        found[module] = {suffix: f"{module}.{suffix}" for suffix in stored}
+        found[module] = own, {suffix: f"{module}.{suffix}" for suffix in stored}
         for suffix, expected in stored.items():
-            _check(f"{module}.{suffix}", headers.get(f"{module}.{suffix}"), expected, quantization)
+            _check(f"{module}.{suffix}", headers.get(f"{module}.{suffix}"), expected, own)
     if not found:
         raise CheckpointError(
             f"the config says that matrices are quantized ({quantization.layout}), but there is no tensor "
-            f"that ends in .{layout.marker}; is it another checkpoint's config?"
+            f"that ends in .{BY_NAME[quantization.layout].marker}; is it another checkpoint's config?"
         )
     return found
+
+
+def _quantization_of(
+    shapes: Mapping[str, tuple[int, ...]], quantization: Quantization
+) -> Quantization | None:
+    """Returns the layout that these tensors are in. None: the matrix is plain. A later layout's marker may be
+    a tensor that an earlier layout has as well."""
+    for own in (quantization, *quantization.others):
+        if BY_NAME[own.layout].marker in shapes:
+            return own
+    return None
 
 
 def _check(name: str, header: TensorHeader | None, expected: Stored, quantization: Quantization) -> None:

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in most layers, attention that rotates half of each head in the others, and an MLP in all."""
+"""Bamba: Mamba-2, in some layers attention that rotates half of each head, and MLPs."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ class Stored(NamedTuple):
     dtypes: tuple[str, ...]
 
 
+ONE = Stored((1,), ("F32",))
+
+
 @dataclass(frozen=True)
 class Layout:
     name: str

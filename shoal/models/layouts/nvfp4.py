@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, read_weights
-from shoal.models.layouts.layout import Layout, Stored, choice, num_groups
+from shoal.models.layouts.layout import ONE, Layout, Stored, choice, num_groups
+from shoal.models.layouts.modelopt_fp8 import MODELOPT_FP8, modelopt_algorithms
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from shoal.kernels.quant.nvfp4_tensor import Nvfp4Tensor
 
 GROUP = 16
-ONE = Stored((1,), ("F32",))
 
 
 def read_packed(fields: ConfigFields) -> Quantization | None:
@@ -34,9 +34,12 @@ def read_packed(fields: ConfigFields) -> Quantization | None:
     return Quantization(NVFP4, 4, (1, GROUP), input_scales=has_inputs)
 
 
-def read_modelopt(fields: ConfigFields) -> Quantization:
-    choice(fields, "quant_algo", ("NVFP4",))
-    return Quantization("modelopt-nvfp4", 4, (1, GROUP), input_scales=True)
+def read_modelopt(fields: ConfigFields) -> Quantization | None:
+    algorithms = modelopt_algorithms(fields)
+    if "NVFP4" not in algorithms:
+        return None
+    others = (MODELOPT_FP8,) if "FP8" in algorithms else ()
+    return Quantization("modelopt-nvfp4", 4, (1, GROUP), input_scales=True, others=others)
 
 
 def packed_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.config_fields import ConfigFields
-from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, mxfp4, nvfp4
+from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, modelopt_fp8, mxfp4, nvfp4
 from shoal.models.layouts.layout import Layout
 
 LAYOUTS = (
@@ -18,6 +18,7 @@ LAYOUTS = (
     fp8_blocks.LAYOUT,
     mxfp4.LAYOUT,
     nvfp4.MODELOPT_LAYOUT,
+    modelopt_fp8.LAYOUT,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 

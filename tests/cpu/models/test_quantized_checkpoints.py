@@ -296,6 +296,14 @@ WIDE = dict(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_k
 LATENT = dict(
     q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, head_dim=64
 )
+DELTA = dict(
+    head_dim=128,
+    linear_key_head_dim=64,
+    linear_num_key_heads=2,
+    linear_value_head_dim=64,
+    linear_num_value_heads=4,
+)
+EXPERTS = dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)
 FAMILIES = {
     "glm4-moe": WIDE | dict(moe_intermediate_size=128),
     "deepseek-v3": WIDE | LATENT | dict(num_key_value_heads=4, moe_intermediate_size=128),
@@ -303,20 +311,37 @@ FAMILIES = {
     "gemma4-shared": WIDE | dict(global_head_dim=128, hidden_size_per_layer_input=128),
     "gemma4-experts": WIDE | dict(global_head_dim=128, moe_intermediate_size=128),
     "ministral3": WIDE,
-    "qwen3.5": WIDE
-    | dict(
-        head_dim=128,
-        linear_key_head_dim=64,
-        linear_num_key_heads=2,
-        linear_value_head_dim=64,
-        linear_num_value_heads=4,
-    ),
+    "qwen3.5": WIDE | DELTA,
     "lfm2": WIDE | dict(block_auto_adjust_ff_dim=False),
+    "lfm2-moe": WIDE | dict(moe_intermediate_size=128),
+    "qwen3.5-moe-text": WIDE | DELTA | EXPERTS,
+    "qwen3-next": WIDE | DELTA | EXPERTS | dict(decoder_sparse_step=1),
+    "granite4-experts": WIDE
+    | dict(intermediate_size=128, shared_intermediate_size=128, mamba_n_heads=8, mamba_d_head=64),
+    "nemotron-h": WIDE
+    | dict(
+        head_dim=64,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        moe_intermediate_size=128,
+        moe_shared_expert_intermediate_size=128,
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", ["int4", "gptq", "awq", "fp8-blocks", "fp8-channel", "fp8-whole"])
-@pytest.mark.parametrize("name", FAMILIES)
+FORMS = ["int4", "gptq", "awq", "fp8-blocks", "fp8-channel", "fp8-whole"]
+# Mamba-2's matrix of z, x, B, C and dt cannot be cut in blocks here.
+MAMBA = [
+    (name, kind)
+    for name in ("granite4-experts", "nemotron-h")
+    for kind in ("int4", "gptq", "fp8-channel", "nvfp4", "nvfp4-modelopt", "fp8-modelopt", quantized.MIXED)
+]
+CASES = [(name, kind) for name in FAMILIES if name not in dict(MAMBA) for kind in FORMS] + MAMBA
+CASES += [(name, kind) for name in ("qwen3.5", "qwen3.5-moe-text") for kind in ("nvfp4", "nvfp4-modelopt")]
+CASES.append(("qwen3.5-moe-text", quantized.MIXED))
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path):
     """4 bits are unpacked here, as their rounded activations may choose other experts."""
     unpacked = quantized.write(tmp_path / "packed", kind, make_config(name, **FAMILIES[name]))
@@ -326,7 +351,7 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     written = json.loads((tmp_path / "packed/config.json").read_text())
     del written["quantization_config"]
     (plain / "config.json").write_text(json.dumps(written))
-    dtype = "auto" if kind.startswith("fp8") else "float32"
+    dtype = "auto" if kind.startswith("fp8") or kind == quantized.MIXED else "float32"
     options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path / "packed"), **options) as llm:
