@@ -62,6 +62,7 @@ def print_costs(engines: dict[str, Any]) -> None:
         print(f"| {rows} | {' | '.join(cells)} |")
 
 
+@torch.inference_mode()
 def milliseconds(llm: Any) -> dict[tuple[int, int], float]:
     """Returns the milliseconds of each captured step without sharing, by rows and queries."""
     from shoal.kernels.state import Field

@@ -270,6 +270,16 @@ def test_the_cache_fills_what_drafts_leave_of_the_gpus_share(has_head, steady, t
     assert torch.cuda.max_memory_reserved() < 0.16 * total  # other engines of this process included
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("speculation", [FIXED, SUFFIX], ids=["ngram", "suffix"])
+def test_two_gpus_give_the_tokens_of_one(speculation, root, build):
+    folder = tiny.write_model(root, "qwen3")
+    prompts = [[*random.Random(i).choices(range(256), k=9)] * 4 for i in range(6)]
+    llm = build(folder, speculative_config=speculation, tensor_parallel_size=2)
+    outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [tiny.greedy(folder, p, 40) for p in prompts]
+
+
 def test_a_server_of_the_default_options_drafts_and_its_answers_are_equal(wavering, build):
     prompts = [[40 + i, *follow(RING, 40 + i, 25)] for i in range(6)]
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=100, ignore_eos=True) for i in range(6)]

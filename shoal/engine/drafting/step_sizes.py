@@ -15,7 +15,12 @@ def draft_sizes(config: ResolvedConfig) -> Mapping[int, int] | None:
     options = config.speculative
     if options is None or config.device != "cuda":
         return None
-    return {size: min(config.max_num_seqs, most_decodes(size)) for size in _sizes(options)}
+    found = {}
+    for size in _sizes(options):
+        most = min(config.max_num_seqs, most_decodes(size), config.max_num_batched_tokens // size)
+        if most:
+            found[size] = most
+    return found
 
 
 def _sizes(options: SpeculativeConfig) -> list[int]:

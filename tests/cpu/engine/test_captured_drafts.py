@@ -9,6 +9,7 @@ import torch
 
 from shoal import LLM, SamplingParams
 from shoal.attention.triton import TritonBackend
+from shoal.config import SpeculativeConfig
 from shoal.engine import draft_learner
 from shoal.engine.drafting import device, step_sizes
 from shoal.engine.runner import runner as runner_module
@@ -53,7 +54,8 @@ def build(monkeypatch):
     gpu_sizes, gpu_rows = step_sizes.draft_sizes, step_sizes.draft_rows
 
     def on_gpu(config):
-        fields = {name: getattr(config, name) for name in ("speculative", "max_num_seqs")}
+        names = "speculative", "max_num_seqs", "max_num_batched_tokens"
+        fields = {name: getattr(config, name) for name in names}
         return SimpleNamespace(device="cuda", **fields)
 
     def make(folder, captured=True, **options):
@@ -108,6 +110,28 @@ def test_random_requests_are_answered_as_without_drafts(options, speculation, wa
         for a, b in zip(want, got):
             close(a, b)
     assert any(key.queries > 1 for key in llm.counts) and any(key.queries == 1 for key in llm.counts)
+
+
+def test_sizes_are_few_and_steps_have_room_for_them():
+    def sizes(most, adaptive=True, num_seqs=256, num_tokens=16384):
+        options = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=most, enable_adaptive_verification=adaptive
+        )
+        config = SimpleNamespace(
+            device="cuda", speculative=options, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens
+        )
+        return step_sizes.draft_sizes(config), step_sizes.draft_rows(config)
+
+    assert sizes(8) == (
+        {2: 64, 4: 64, 9: 28},
+        {2: [1, 2, 4, 8, 16, 32, 64], 4: [1, 2, 4, 8, 16, 32, 64], 9: [1, 2, 4, 8, 16, 28]},
+    )
+    assert sizes(1) == ({2: 64}, {2: [1, 2, 4, 8, 16, 32, 64]})
+    assert sizes(3, adaptive=False, num_seqs=3) == ({4: 3}, {4: [1, 2, 3]})
+    assert sizes(64)[0] == {2: 64, 4: 64, 8: 32, 16: 16, 32: 8, 65: 3}
+    assert sizes(64, num_tokens=40)[0] == {2: 20, 4: 10, 8: 5, 16: 2, 32: 1}
+    on_cpu = SimpleNamespace(device="cpu", speculative=SpeculativeConfig(method="suffix"))
+    assert step_sizes.draft_sizes(on_cpu) is None and step_sizes.draft_rows(on_cpu) == {}
 
 
 def test_repetition_takes_few_steps(wavering, build):

@@ -293,9 +293,8 @@ def launched_variants(folder: Path, name: str) -> dict:
     sizes_of = step_sizes.draft_sizes
 
     def sizes_on_gpu(config):
-        return sizes_of(
-            SimpleNamespace(device="cuda", speculative=config.speculative, max_num_seqs=config.max_num_seqs)
-        )
+        names = "speculative", "max_num_seqs", "max_num_batched_tokens"
+        return sizes_of(SimpleNamespace(device="cuda", **{name: getattr(config, name) for name in names}))
 
     step_sizes.draft_sizes = drafting_device.draft_sizes = sizes_on_gpu
     drafting_device.OPS["cpu"] = drafting_device.OPS["cuda"]
