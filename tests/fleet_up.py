@@ -1,13 +1,17 @@
 """`shoal fleet up` as a user runs it, in a process of its own."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
+import zlib
+from pathlib import Path
 
 import psutil
 
@@ -23,6 +27,17 @@ def until(condition, say=lambda: ""):
         time.sleep(0.1)
 
 
+def state_home(folder):
+    """Returns a short path of this folder: a socket's may have 107 bytes, and pytest's folders have long names.
+
+    Regression: with a three-digit number of the run, and a number of the process, no fleet under Circus started.
+    """
+    link = Path(tempfile.gettempdir(), f"shoal-{zlib.crc32(bytes(folder)):x}")
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(folder)
+    return link
+
+
 class Fleet:
     """The command with a file of this text behind two ports. `key`: what requests bring along."""
 
@@ -36,7 +51,11 @@ class Fleet:
         """A process of `shoal` with the fleet's file."""
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         folder = str(self.folder)
-        env = os.environ | {"PYTHONPATH": path, "TMPDIR": folder, "XDG_STATE_HOME": folder}
+        env = os.environ | {
+            "PYTHONPATH": path,
+            "TMPDIR": folder,
+            "XDG_STATE_HOME": str(state_home(self.folder)),
+        }
         with log.open("w") as output:
             return subprocess.Popen(
                 [PYTHON, "-m", "shoal", *command, str(self.file)],
@@ -127,7 +146,11 @@ def is_running(pid):
 
 
 def sized(folder, record, connector, enabled=True):
-    """A fleet of a tiny model, which its planner sizes; not `enabled`: one beside it may."""
+    """A fleet of a tiny model, which its planner sizes; not `enabled`: one beside it may.
+
+    Each of a crowd's requests has at least one of the 280 blocks of two workers, so that a machine on which they
+    grow slowly is not taken for an idle one.
+    """
     return f"""
         [[workers]]
         model = "{folder}"
@@ -139,7 +162,7 @@ def sized(folder, record, connector, enabled=True):
         metric_pulling_interval = 0.2
         adjustment_interval = 2.0
         decode_kv_scale_up_threshold = 0.3
-        decode_kv_scale_down_threshold = 0.05
+        decode_kv_scale_down_threshold = 0.01
         max_gpu_budget = 2
         record = "{record}"
     """

@@ -15,6 +15,7 @@ import pytest
 from shoal.fleet.native.membership import watch_workers
 from shoal.fleet.registry.open import open_registry
 from shoal.wire import CheckIntegrity
+from tests import shared_memory
 from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
 from tests.process.test_fleet_workers import settled
@@ -186,15 +187,11 @@ def is_idle(stats):
     )
 
 
-def shared_memory():
-    return set(os.listdir("/dev/shm"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_nothing_leaks_after_many_kills(tmp_path):
     print(f"SHOAL_SOAK_SEED={SEED}")
-    chance, left_by_others = random.Random(SEED), shared_memory()
+    chance, left_by_others = random.Random(SEED), shared_memory.names()
     happened = dict.fromkeys(EVENTS, 0)
     with ForkedProcesses(tmp_path) as fleet:
         fleet.settings = {
@@ -217,6 +214,6 @@ def test_nothing_leaks_after_many_kills(tmp_path):
         print(happened)
         for name in list(fleet.running):
             fleet.kill(name)
-    wait_for(lambda: not [name for name in shared_memory() - left_by_others if "shoal" in name])
+    shared_memory.assert_nothing_left(left_by_others)
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith("shoal-")]
     assert not [name for name in left if not name.startswith("shoal-events-")], left

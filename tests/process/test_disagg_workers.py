@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests import shared_memory
 from tests.fleet_processes import Processes, wait_for
 from tests.process.test_fleet_workers import CHAT, MODES, TELL, settled
 
@@ -64,12 +65,8 @@ def start(fleet, *names):
         fleet.wait_state(name, "ready")
 
 
-def shared_memory():
-    return set(os.listdir("/dev/shm"))
-
-
 def test_answers_in_every_sampling_mode_are_those_of_one_worker(tmp_path):
-    left_by_others = shared_memory()
+    left_by_others = shared_memory.names()
     with apart(tmp_path) as fleet:
         start(fleet, "p", "d")
         streams = {name: ask(fleet, name) for name in MODES}
@@ -93,7 +90,7 @@ def test_answers_in_every_sampling_mode_are_those_of_one_worker(tmp_path):
             process.terminate()
         for process in fleet.running.values():
             process.wait(60)
-    wait_for(lambda: not [name for name in shared_memory() - left_by_others if "shoal" in name])
+    shared_memory.assert_nothing_left(left_by_others)
 
 
 @pytest.mark.slow

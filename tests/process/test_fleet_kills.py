@@ -11,15 +11,15 @@ import psutil
 import pytest
 
 from shoal.fleet.connectors.state_file import StateFile
-from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, until
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, state_home, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def servers_of(folder):
     """The processes of `shoal serve` whose fleet has its state in this folder."""
     lines = {process.pid: process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])}
-    plane = f"{folder}/shoal/"
+    plane = f"{state_home(folder)}/shoal/"
     return {pid for pid, line in lines.items() if "serve" in line and any(plane in word for word in line)}
 
 
@@ -46,7 +46,7 @@ def test_a_fleet_that_is_killed_while_a_worker_starts_has_each_worker_once_after
     with Fleet(tmp_path, text) as fleet:
         fleet.ready(1)
         with contextlib.suppress(OSError, http.client.HTTPException), Crowd(fleet):
-            fleet.until(lambda: fleet.json("/fleet")["planner"]["changing"])
+            fleet.until(lambda: fleet.json("/fleet").get("planner", {}).get("changing"))
             assert set(fleet.workers()) == {"tiny-1"}, "the second one is not there yet"
             fleet.process.kill()
             fleet.process.wait()

@@ -21,8 +21,10 @@ import pytest
 
 from tests import nats_server
 from tests.external_worker import written
-from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, until
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, state_home, until
 from tests.serving import PYTHON, ROOT, TINY, free_port
+
+pytestmark = pytest.mark.timeout(900)
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
 OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 200_000_000 }"
@@ -530,7 +532,7 @@ def test_prefill_workers_follow_the_prompts_that_wait_without_a_failed_request(t
 
 def test_a_second_command_for_one_file_is_refused(fleet):
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
-    env = os.environ | {"PYTHONPATH": path, "XDG_STATE_HOME": str(fleet.folder)}
+    env = os.environ | {"PYTHONPATH": path, "XDG_STATE_HOME": str(state_home(fleet.folder))}
     command = [PYTHON, "-m", "shoal", "fleet", "up", str(fleet.file)]
     second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert second.returncode == 1 and f"process {fleet.process.pid} is the supervisor" in second.stderr

@@ -4,12 +4,13 @@ import contextlib
 import json
 import re
 import subprocess
-import time
 
 import pytest
 
 from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, until
 from tests.serving import PYTHON, ROOT
+
+pytestmark = pytest.mark.timeout(900)
 
 
 @contextlib.contextmanager
@@ -107,7 +108,8 @@ def test_a_prefill_worker_becomes_a_decode_worker_under_load_and_goes_first_with
         fleet.ready(3)
         pids = {name: worker["pid"] for name, worker in fleet.workers().items()}
         with Crowd(fleet):
-            time.sleep(2.0)  # an interval begins with load, so that no prefill worker is merely removed
+            # The first interval begins with load, so that no prefill worker is merely removed.
+            fleet.until(lambda: max(worker["active_requests"] for worker in fleet.workers().values()) >= 6)
             plan = planner(fleet, "plan.log")
             process = plan.__enter__()
             fleet.until(lambda: roles() == ["decode", "decode", "prefill"])
@@ -143,7 +145,7 @@ def test_two_models_on_one_budget_get_the_workers_that_their_load_needs(tmp_path
         metric_pulling_interval = 0.2
         adjustment_interval = 2.0
         decode_kv_scale_up_threshold = 0.3
-        decode_kv_scale_down_threshold = 0.05
+        decode_kv_scale_down_threshold = 0.01
         max_gpu_budget = 3
         record = "{tmp_path / "planner.jsonl"}"
     """

@@ -1,7 +1,6 @@
 """KV blocks between real processes: tickets, layer by layer, and what is left when either side is killed."""
 
 import itertools
-import os
 import random
 import signal
 import time
@@ -17,7 +16,7 @@ from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import TRANSPORTS, Transports
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.kv.view import BlockView
-from tests import transport_cases
+from tests import shared_memory, transport_cases
 from tests.kv_cases import contents
 from tests.kv_owner import KINDS, MODEL, SPAWN, logical, ranks_of, share_of
 from tests.transport_cases import MEMORY, SPEC, empty, owner_process
@@ -30,9 +29,9 @@ BIG = replace(SPEC, num_heads=8, head_dim=64, block_size=16, num_blocks=512)
 
 @pytest.fixture(autouse=True)
 def nothing_in_dev_shm():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.names()
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    shared_memory.assert_nothing_left(before)
 
 
 def owner_of(name, specs=(SPEC,), **options):

@@ -33,7 +33,7 @@ from shoal.tasks import start, stop
 logger = logging.getLogger(__name__)
 
 CALL_S = 5.0  # limit for the arbiter to answer
-START_S = 30.0  # limit for the arbiter to start
+START_S = 120.0  # limit for the arbiter to start; one that ends is noticed at once
 TICK_S = 0.5  # between two polls for dead workers, here and in the arbiter
 SETTINGS = """[circus]
 endpoint = ipc://{calls}
@@ -213,7 +213,7 @@ class CircusProcesses:
     async def _start_arbiter(self) -> None:
         settings = SETTINGS.format(
             calls=socket_in(self._folder, "circus"),
-            events=socket_in(self._folder, "circus-events"),
+            events=socket_in(self._folder, "events"),
             pid_file=self._pid_file,
             tick_s=TICK_S,
         )
