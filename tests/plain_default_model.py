@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import save_file
 
 from shoal import LLM, SamplingParams
-from shoal.weights import default_model
 from shoal.weights.loader import checkpoint_tensors
+from shoal.weights.packaged_models import SMOLLM2
 from shoal.weights.source import CheckpointFiles
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ GROUP = 64  # SmolLM2's 576 inputs are not a multiple of 128
 
 
 def write_plain(folder: Path) -> Path:
-    path = default_model.download_default_model()
+    path = SMOLLM2.download()
     for kind in (transformers.AutoTokenizer, transformers.AutoConfig):
         kind.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     tensors = checkpoint_tensors(CheckpointFiles(path.parent, path))

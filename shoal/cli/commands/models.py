@@ -31,8 +31,8 @@ def add_pull(commands: Commands) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="smollm2, a model of the hub (Qwen/Qwen3-0.6B, Qwen/Qwen3-8B-GGUF:Q4_K_M), one of Ollama's "
-        "names (qwen3:8b), or a URL (s3://bucket/model)",
+        help="smollm2, gemma3-270m, a model of the hub (Qwen/Qwen3-0.6B, Qwen/Qwen3-8B-GGUF:Q4_K_M), one of "
+        "Ollama's names (qwen3:8b), or a URL (s3://bucket/model)",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     _add_download_dir(parser)

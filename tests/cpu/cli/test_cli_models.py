@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.cli.main import main
-from shoal.weights import default_model
+from shoal.weights.packaged_models import SMOLLM2
 
 
 def words(capsys, *arguments):
@@ -37,7 +37,7 @@ def listed(capsys, caches, *more):
 
 def test_models_lists_both_caches_and_the_default_before_it_is_there(caches, capsys):
     models = listed(capsys, caches)
-    assert list(models) == ["smollm2", "org/little"]
+    assert list(models) == ["smollm2", "gemma3-270m", "org/little"]
     assert not models["smollm2"]["is_downloaded"]
     assert models["org/little"]["size_bytes"] == 3 and models["org/little"]["last_used"] > 0
     code, out, _ = words(capsys, "models", "--download-dir", str(caches / "hub"))
@@ -47,7 +47,7 @@ def test_models_lists_both_caches_and_the_default_before_it_is_there(caches, cap
 def test_models_without_any_cache_lists_the_default(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "none"))
     code, out, _ = words(capsys, "models", "--download-dir", str(tmp_path / "nothing"))
-    assert code == 0 and "smollm2" in out and len(out.splitlines()) == 2
+    assert code == 0 and "smollm2" in out and "gemma3-270m" in out and len(out.splitlines()) == 3
 
 
 def test_a_folder_of_models_that_is_none_is_one_line(tmp_path, monkeypatch, capsys):
@@ -59,7 +59,7 @@ def test_a_folder_of_models_that_is_none_is_one_line(tmp_path, monkeypatch, caps
 
 def test_rm_asks_first_and_removes_wholly(caches, capsys, monkeypatch):
     (caches / "shoal").mkdir()
-    (caches / "shoal" / default_model.FILE).write_text("12345")
+    (caches / "shoal" / SMOLLM2.file).write_text("12345")
     hub = ("--download-dir", str(caches / "hub"))
     code, _, err = words(capsys, "models", "rm", "smollm2", *hub)  # there is nobody to be asked
     assert code == 1 and "--yes" in err and listed(capsys, caches)["smollm2"]["size_bytes"] == 5

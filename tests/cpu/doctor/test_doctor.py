@@ -21,7 +21,7 @@ from shoal.doctor import fleet_file, gpu, libraries, machine, network
 from shoal.doctor.examine import CHECKS, Check, examine
 from shoal.doctor.finding import Findings, Verdict, fails, in_units, limited, works
 from shoal.doctor.programs import Said, python_failure, run
-from shoal.weights import default_model
+from shoal.weights.packaged_models import SMOLLM2
 from tests.serving import free_port
 
 GIB = 1 << 30
@@ -463,7 +463,7 @@ def free(monkeypatch):
 def test_the_default_model_needs_room_in_the_cache_for_its_wheel_as_well(monkeypatch, tmp_path, free):
     """Regression: it was reported to work on a full disk. A damaged file there is not repaired by the check."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    (tmp_path / default_model.FILE).write_bytes(b"GGUF")
+    (tmp_path / SMOLLM2.file).write_bytes(b"GGUF")
     asked = what_is_asked(None, {"model": "smollm2"})
     free(100_000_000)
     [found] = fleet_file.models(asked)

