@@ -19,6 +19,7 @@ from tests.tiny_families import write_family
 NEAR_LAST = ("deepseek-v3", "glm4-moe", "glm4-flash")  # the head is one more layer
 QWENS = ("qwen3.5", "qwen3.5-moe", "qwen3.5-vision", "qwen3-next")
 NEMOTRONS = ("nemotron-h", "nemotron-latent")
+ERNIE = "ernie4.5-moe"
 
 
 def write_mtp(root: Path, name: str, scale: float = 1.0, **changes: Any) -> Path:
@@ -40,7 +41,7 @@ def write_mtp(root: Path, name: str, scale: float = 1.0, **changes: Any) -> Path
     tensors |= head_tensors(name, config, tensors, scale)
     tensors = {name: weight.contiguous() for name, weight in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if name in NEAR_LAST:
+    if name in (*NEAR_LAST, ERNIE):
         config |= dict(num_nextn_predict_layers=1)
     if name in NEMOTRONS:
         config |= dict(num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E")
@@ -93,6 +94,13 @@ def head_tensors(
             "mtp.norm.weight": norms["last"],
             "mtp.pre_fc_norm_embedding.weight": norms["embedding"],
             "mtp.pre_fc_norm_hidden.weight": norms["hidden"],
+        }
+    if name == ERNIE:  # the first layer is dense, as the head's is
+        found = {f"model.mtp_block.0.{key}": weight for key, weight in layer(0).items()}
+        return found | {
+            "model.mtp_linear_proj.0.weight": fc,
+            "model.mtp_emb_norm.0.weight": norms["embedding"],
+            "model.mtp_hidden_norm.0.weight": norms["hidden"],
         }
     found = {}
     for i, part in enumerate(("mixer.o_proj.weight", "mixer.gate.weight")):
@@ -147,41 +155,54 @@ class MtpOracle:
         return found
 
 
-class NemotronOracle(MtpOracle):
-    """The head of a Nemotron, whose layers are a model of their own."""
+class LayersOracle(MtpOracle):
+    """A head of a form that MtpModel does not know. Its layers are run as a model of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.model = tiny._oracle(folder)
         tensors = load_file(folder / "model.safetensors")
-        own = {name.removeprefix("mtp.layers."): t for name, t in tensors.items() if name.startswith("mtp.")}
-        layers = {
-            f"backbone.layers.{name}": t for name, t in own.items() if "mixer" in name or ".norm." in name
-        }
-        shared = {name: t for name, t in tensors.items() if "embeddings" in name or "lm_head" in name}
-        norm = {"backbone.norm_f.weight": own["1.final_layernorm.weight"]}
         config = json.loads((folder / "config.json").read_text())
-        for key in (
-            "hybrid_override_pattern",
-            "num_hidden_layers",
-            "layers_block_type",
-            "mtp_hybrid_override_pattern",
-        ):
-            config.pop(key, None)
+        make = _ernie if config["model_type"] == "ernie4_5_moe" else _nemotron
+        (self.enorm, self.hnorm, self.fc), layers, config = make(tensors, config)
+        self.eps = config.get("layer_norm_epsilon", config.get("rms_norm_eps"))
         head = folder / "head"
         head.mkdir(exist_ok=True)
-        (head / "config.json").write_text(json.dumps(config | {"hybrid_override_pattern": "*E"}))
-        save_file(layers | shared | norm, head / "model.safetensors", metadata={"format": "pt"})
+        (head / "config.json").write_text(json.dumps(config))
+        shared = {name: t for name, t in tensors.items() if "embed" in name or "lm_head" in name}
+        save_file(layers | shared, head / "model.safetensors", metadata={"format": "pt"})
         self.layers = tiny._oracle(head).get_decoder()
-        eps = self.model.config.layer_norm_epsilon
-        self.norms = {name: own[f"0.{name}.weight"] for name in ("enorm", "hnorm")}
-        self.fc, self.eps = own["0.eh_proj.weight"], eps
 
     @torch.no_grad()
     def run(self, following: list[int], hidden: torch.Tensor) -> torch.Tensor:
         embedded = self.model.get_input_embeddings()(torch.tensor(following))
         pair = [
-            torch.nn.functional.rms_norm(x, x.shape[-1:], self.norms[name], self.eps)
-            for name, x in (("enorm", embedded), ("hnorm", hidden))
+            torch.nn.functional.rms_norm(x, x.shape[-1:], norm, self.eps)
+            for norm, x in ((self.enorm, embedded), (self.hnorm, hidden))
         ]
         joined = torch.cat(pair, dim=-1) @ self.fc.T
         return self.layers(inputs_embeds=joined[None]).last_hidden_state[0]
+
+
+Parts = tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]
+
+
+def _nemotron(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Parts:
+    """Returns norms and fc, and a model of the head's two layers."""
+    own = {name.removeprefix("mtp.layers."): t for name, t in tensors.items() if name.startswith("mtp.")}
+    layers = {f"backbone.layers.{name}": t for name, t in own.items() if "mixer" in name or ".norm." in name}
+    layers["backbone.norm_f.weight"] = own["1.final_layernorm.weight"]
+    for key in ("num_hidden_layers", "layers_block_type", "mtp_hybrid_override_pattern"):
+        config.pop(key, None)
+    joins = [own[f"0.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")]
+    return joins, layers, config | {"hybrid_override_pattern": "*E"}
+
+
+def _ernie(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Parts:
+    prefix = "model.mtp_block.0."
+    layers = {
+        name.replace(prefix, "model.layers.0."): t for name, t in tensors.items() if name.startswith(prefix)
+    }
+    layers["model.norm.weight"] = tensors["model.norm.weight"]
+    joins = [tensors[f"model.mtp_{name}.0.weight"] for name in ("emb_norm", "hidden_norm", "linear_proj")]
+    dense = dict(architectures=["Ernie4_5ForCausalLM"], model_type="ernie4_5", num_hidden_layers=1)
+    return joins, layers, config | dense

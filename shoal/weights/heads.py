@@ -67,7 +67,7 @@ def load_head(head: DraftHead, files: HeadFiles, *, dummy: bool = False) -> None
     from shoal.models.loading import checkpoint_tensors, finish, make_up
 
     if dummy:
-        make_up(head, files.decoder, head.norm.weight.device, seed=1)
+        make_up(head, files.decoder, next(head.parameters()).device, seed=1)
         return
     awaited = {tensor.name: tensor for tensor in checkpoint_tensors(head, files.decoder)}
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields
+from shoal.models.heads.mtp_family import MtpFamily
 from shoal.models.heads.mtp_registry import BY_ARCHITECTURE
 from shoal.models.layouts.registry import BY_NAME as LAYOUTS
 from shoal.weights.quantized import EVERY_DTYPE, folder_tensors, tensor_headers
@@ -47,7 +48,7 @@ class MtpFiles:
     folder: Path
     target: ModelConfig
     layers: ModelConfig  # the target's, with the head's layers
-    prefixes: Mapping[str, str]  # MtpFamily.names
+    family: MtpFamily
 
     num_drafts = 1  # a step, as vLLM has it for a head of one module
 
@@ -71,17 +72,23 @@ class MtpFiles:
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """The ENDS that the head has for itself. Most files repeat the target's."""
+        """The modules that the head has for itself, as MtpHead takes them. Most files repeat the target's
+        embedding and output head."""
+        head = EMBEDDING if self.target.tie_word_embeddings else HEAD
+        others = {EMBEDDING: EMBEDDING, HEAD: head}
         held = {end for end in ENDS if any(name.startswith(f"{end}.") for name in self.headers)}
-        tied = self.target.tie_word_embeddings
-        others = {EMBEDDING: EMBEDDING, HEAD: EMBEDDING if tied else HEAD}
         equal = equal_tensors(self.folder, self.own_name, others) if held else ()
-        return frozenset(end for end in held if f"{end}.weight" not in equal)
+        ends = {end.removeprefix("model.") for end in held if f"{end}.weight" not in equal}
+        return frozenset(ends if self.family.shares_norm else ends | {"norm"})
+
+    @cached_property
+    def _prefixes(self) -> Mapping[str, str]:
+        return self.family.names(self.target, len(self.layers.layers))
 
     def own_name(self, name: str) -> str | None:
         """The Naming of the head's tensors."""
         inner = full_name(name).removeprefix("model.")
-        for prefix, target in self.prefixes.items():
+        for prefix, target in self._prefixes.items():
             if inner.startswith(prefix):
                 own = target + inner.removeprefix(prefix)
                 own = own if own.startswith("lm_head.") else f"model.{own}"
@@ -141,7 +148,13 @@ class MtpFiles:
     def _read_name(self, name: str) -> str | None:
         """The Naming of the tensors that are not the target's again."""
         own = self.own_name(name)
-        return None if own is not None and any(own.startswith(f"{end}.") for end in ENDS - self.own) else own
+        if own is None or any(own.startswith(f"{end}.") for end in self._shared):
+            return None
+        return own
+
+    @property
+    def _shared(self) -> set[str]:
+        return {end for end in ENDS if end.removeprefix("model.") not in self.own}
 
 
 def find_mtp(folder: Path, config: ModelConfig, fields: ConfigFields) -> MtpFiles | None:
@@ -152,7 +165,7 @@ def find_mtp(folder: Path, config: ModelConfig, fields: ConfigFields) -> MtpFile
     if family is None:
         return None
     layers = family.layers(config, fields)
-    files = MtpFiles(folder, config, replace(config, layers=layers), family.names(config, len(layers)))
+    files = MtpFiles(folder, config, replace(config, layers=layers), family)
     if has_weights(folder) and not files.headers:
         return None
     if config.num_draft_layers > 1:

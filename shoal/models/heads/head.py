@@ -18,7 +18,6 @@ from torch import nn
 
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
-from shoal.layers.norm import RMSNorm
 from shoal.model_config import LayerKind
 from shoal.models.decoder import rope_table
 
@@ -26,8 +25,6 @@ from shoal.models.decoder import rope_table
 class DraftHead(nn.Module):
     """A module that runs after `allocate_ropes`, as a Decoder does, and is built under the device and the
     default dtype of the engine."""
-
-    norm: RMSNorm  # its last norm
 
     def __init__(self, kinds: tuple[LayerKind, ...], state_layers: tuple[int, ...] = ()) -> None:
         """`kinds`: the head's layers. It reads the target's hidden states before `state_layers`, side by

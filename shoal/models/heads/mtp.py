@@ -35,12 +35,12 @@ class MtpHead(DraftHead):
         tp: TensorParallel,
         ops: Ops,
         backends: Backends,
-        own: Collection[str] = (),
+        own: Collection[str],
         quantizes: bool = False,
         holding: Holding = nullcontext,
     ) -> None:
-        """`config`: the target's, with the head's layers. `own`: `model.embed_tokens` and `lm_head` if the
-        head has some that differ from the target's."""
+        """`config`: the target's, with the head's layers. `own`: which of `norm`, `embed_tokens` and
+        `lm_head` the head has for itself. The others are the target's."""
         super().__init__(config.layers)
         self.config = config
         self._target = [target]  # in a list, so that it counts as no module of the head
@@ -51,10 +51,10 @@ class MtpHead(DraftHead):
             self.layers = nn.ModuleList(
                 build_layer(config, kind, tp, ops, backends) for kind in config.layers
             )
-            self.norm = build_norm(config, size, ops, tp)
+            self.norm = build_norm(config, size, ops, tp) if "norm" in own else None
             self.embed_tokens, self.lm_head = (
                 Vocabulary(config.vocab_size, size, tp, ops) if name in own else None
-                for name in ("model.embed_tokens", "lm_head")
+                for name in ("embed_tokens", "lm_head")
             )
         if target.keep_quantized:
             keep_matrices(self, device, quantizes, holding)
@@ -74,7 +74,7 @@ class MtpHead(DraftHead):
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step, caches[i], self.ropes[i], select_S if i == last else None)
-        normed = self.norm.add(x, residual)
+        normed = (self.norm or target.norm).add(x, residual)
         return normed, normed
 
     def logits(self, normed_SD: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from shoal.models.config_fields import ConfigFields
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
-    """An MTP head has the modules `embedding_norm`, `hidden_norm`, `fc`, `layers.0` and so on, and `norm`;
-    and where its files have copies of the target's, `embed_tokens` and `lm_head`."""
+    """An MTP head has the modules `embedding_norm`, `hidden_norm`, `fc`, `layers.0` and so on. Its `norm`,
+    `embed_tokens` and `lm_head` may be the target's."""
 
     architectures: tuple[str, ...]  # the targets', by their names in models/registry.py
     # From the target's config and the number of the head's layers to the prefixes of its tensors in a
@@ -21,3 +21,4 @@ class MtpFamily:
     names: Callable[[ModelConfig, int], Mapping[str, str]]
     # the head's layers, from the target's config and the fields of config.json
     layers: Callable[[ModelConfig, ConfigFields], tuple[LayerKind, ...]]
+    shares_norm: bool = False  # its last norm is the target's

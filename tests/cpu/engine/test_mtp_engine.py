@@ -16,7 +16,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
 from tests import quantized, tiny
-from tests.mtp_heads import NEAR_LAST, NEMOTRONS, QWENS, MtpOracle, NemotronOracle, write_mtp
+from tests.mtp_heads import ERNIE, NEAR_LAST, NEMOTRONS, QWENS, LayersOracle, MtpOracle, write_mtp
 
 K = 3
 PROMPT = list(range(40, 75))
@@ -62,12 +62,12 @@ def answer(core, prompt, n, each_step=lambda tokens: None):
 
 @pytest.mark.parametrize(
     "name, ranks",
-    [*((name, 1) for name in (*NEAR_LAST, *QWENS, *NEMOTRONS)), ("glm4-flash", 2), ("qwen3.5-moe", 2)],
+    [*((name, 1) for name in (*NEAR_LAST, *QWENS, *NEMOTRONS, ERNIE)), ("glm4-flash", 2), ("qwen3.5-moe", 2)],
 )
 def test_drafts_are_those_of_transformers_head(name, ranks, root, build):
     """After prompts in chunks and from the prefix cache, and after steps whose drafts are wrong."""
     folder = write_mtp(root, name)
-    oracle = (NemotronOracle if name in NEMOTRONS else MtpOracle)(folder)
+    oracle = (LayersOracle if name in (*NEMOTRONS, ERNIE) else MtpOracle)(folder)
     core = build(folder, max_num_batched_tokens=16, tensor_parallel_size=ranks)
     drafts_RK, compared = core.ranks.runner.drafting.rows.drafts_RK, []
 
