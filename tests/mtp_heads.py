@@ -29,9 +29,10 @@ def write_mtp(root: Path, name: str, scale: float = 1.0, **changes: Any) -> Path
     if (folder / "complete").exists():
         return folder
     if name in QWENS:
-        changes = {"layer_types": ["full_attention"] * 4} | changes
+        # the last one is as the head's, where MtpModel looks for the class of norms
+        changes = {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2} | changes
     if name in NEMOTRONS:
-        changes = {"hybrid_override_pattern": "-*E*"} | changes
+        changes = {"hybrid_override_pattern": "M-*E"} | changes
     if name == "qwen3-next":
         changes = {"decoder_sparse_step": 1} | changes  # as published
     shutil.copytree(write_family(root / "targets", name, **changes), folder, dirs_exist_ok=True)
@@ -205,4 +206,5 @@ def _ernie(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Parts:
     layers["model.norm.weight"] = tensors["model.norm.weight"]
     joins = [tensors[f"model.mtp_{name}.0.weight"] for name in ("emb_norm", "hidden_norm", "linear_proj")]
     dense = dict(architectures=["Ernie4_5ForCausalLM"], model_type="ernie4_5", num_hidden_layers=1)
+    dense["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return joins, layers, config | dense

@@ -156,7 +156,7 @@ class Scheduler:
         self._target_itl_s = target_itl_s
         self._step_sizes = step_sizes
         self._queries = queries
-        self.lookahead = 0  # further tokens for which a decode gets blocks, where some are free
+        self.lookahead = 0  # further slots that a draft head fills after a step's tokens
         self._num_added = 0
         self._num_preemptions = 0
         self._step_tokens = 0
@@ -422,13 +422,18 @@ class Scheduler:
                 if seq.status is DECODE:
                     continue  # it waits for blocks that come back; those after it may need none
                 break
-            if seq.room < (reach := min(end + self.lookahead, seq.max_num_tokens)):
-                self.blocks.grow(seq, reach)
+            self._look_ahead(seq, end)
             seq.num_computed = end
             seq.num_tokens = end + 1
             scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, True))
             budget -= num_tokens
         return self._max_num_batched_tokens - budget
+
+    def _look_ahead(self, seq: Sequence, end: int) -> None:
+        """Gives a sequence that samples after `end` tokens blocks for a head's further slots, where some are
+        free."""
+        if seq.room < (reach := min(end + self.lookahead, seq.max_num_tokens)):
+            self.blocks.grow(seq, reach)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives the sequence blocks for `num_tokens` tokens. Where too few are free, parts give back what
@@ -513,6 +518,7 @@ class Scheduler:
         self.blocks.computed(seq)
         if samples:
             self.blocks.prompt_ends(seq)
+            self._look_ahead(seq, seq.num_computed)
             seq.status = DECODE
             seq.num_tokens += 1
         scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, samples))

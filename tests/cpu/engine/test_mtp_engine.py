@@ -13,6 +13,7 @@ from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, ConfigError
+from shoal.kernels.state import Field
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
 from tests import quantized, tiny
@@ -195,7 +196,12 @@ def test_a_head_sleeps_and_wakes(level, root, build):
 
 
 WIDE = dict(
-    hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=128
+    hidden_size=256,
+    intermediate_size=384,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    layer_types=["full_attention"] * 4,
 )
 
 
@@ -227,3 +233,15 @@ def test_a_head_of_a_quantized_model_may_be_quantized_or_not(kind, left, root, b
         assert answer(build(packed, dtype="auto"), PROMPT, 8) == answer(
             build(packed, dtype="auto", speculative_config=None), PROMPT, 8
         )
+
+
+@pytest.mark.parametrize("length", [30, 31, 32, 33])
+def test_a_head_drafts_all_tokens_after_a_prompt_that_fills_its_blocks(length, root, build):
+    """Regression: the step that ends a prompt had no block for a head's further slots, so fewer drafts came of it."""
+    core = build(write_mtp(root, "glm4-moe"))
+    counts = []
+    core.add(Request("a", PROMPT[:length], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
+    while not counts and core.has_work:
+        core.step()
+        counts.append(int(core.ranks.runner.state.table[0, Field.NUM_DRAFTS]))
+    assert counts == [K]
