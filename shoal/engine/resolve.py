@@ -117,6 +117,7 @@ def resolve_config(
         resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model, plan))
     kept_bytes = num_weights(model) if quantizes else quantized_bytes if keep_quantized else None
     _check_memory(config, resolved, model, plan, kept_bytes)
+    _check_rows(resolved, model, plan)
     return resolved
 
 
@@ -181,6 +182,22 @@ def _keeps_quantized(
 
 def _has_states(model: ModelConfig) -> bool:
     return any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
+
+
+def _check_rows(config: ResolvedConfig, model: ModelConfig, plan: CachePlan) -> None:
+    """Raises ConfigError if the rows of states leave no room in a cache of a given size for a KV block of
+    each group of layers."""
+    row = plan_states(config, model, plan.block_bytes).row_bytes
+    given, blocks = config.kv_cache_memory_bytes, len(plan.groups) * plan.block_bytes
+    rows = (config.max_num_seqs + 1) * row
+    if row and given and not config.num_gpu_blocks_override and rows + blocks > given:
+        most = (given - blocks) // row - 1
+        lower = f", or lower max_num_seqs to {most}" if most > 0 else ""
+        raise ConfigError(
+            f"kv_cache_memory_bytes must be at least {rows + blocks} for {config.model} with max_num_seqs "
+            f"{config.max_num_seqs}, got {given}: the states of its recurrent layers take {row} bytes for "
+            f"each sequence and a spare row; raise it{lower}"
+        )
 
 
 def _check_memory(

@@ -162,8 +162,14 @@ def test_rows_are_taken_from_the_size_of_the_cache(name, build):
     used = core.memory_usage()["kv_cache"]["device_bytes"]
     block_bytes = core.ranks.runner.cache.plan.block_bytes
     assert (8 << 20) - block_bytes < used <= 8 << 20
-    with pytest.raises(ConfigError, match=r"no room for a single KV block.*max_num_seqs"):
-        build(name, kv_cache_memory_bytes=core.ranks.runner.states.rows.nbytes)
+    rows, row = core.ranks.runner.states.rows.nbytes, core.ranks.runner.states.plan.row_bytes
+    least = rows + len(core.scheduler.blocks.groups) * block_bytes
+    message = rf"kv_cache_memory_bytes must be at least {least} .* max_num_seqs 4, got {rows}: .* {row} bytes"
+    with pytest.raises(ConfigError, match=message + ".* lower max_num_seqs to 3"):
+        build(name, kv_cache_memory_bytes=rows)
+    with pytest.raises(ConfigError, match=rf"got {row}: .*; raise it$"):
+        build(name, kv_cache_memory_bytes=row)
+    assert build(name, kv_cache_memory_bytes=least).num_blocks == len(core.scheduler.blocks.groups)
 
 
 def test_kv_blocks_that_are_counted_leave_room_for_snapshots_beside_them(name, build):

@@ -1,0 +1,78 @@
+"""Models with recurrent layers on two ranks: conversations go on where they ended, on the device, from below it and
+at another engine, also with steps that are scheduled ahead, with the tokens of one rank that keeps nothing."""
+
+import random
+
+import pytest
+
+from shoal.config import EngineConfig
+from shoal.engine.core import EngineCore
+from shoal.weights.source import resolve
+from tests.cpu.engine.test_family_tiers import one_by_one, run
+from tests.tiny_families import write_family
+
+LENDS, READS = ({"kv_transfer_config": {"kv_role": role}} for role in ("kv_producer", "kv_consumer"))
+
+
+@pytest.fixture
+def build(root):
+    made = []
+
+    def make(name, **options):
+        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 4}
+        defaults |= {"kv_cache_memory_bytes": 8 << 20, "tensor_parallel_size": 2}
+        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
+        made.append(EngineCore(config, resolve(config.model, None, None)))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.check()
+        core.exit()
+
+
+def prompts(count, length=70):
+    r = random.Random(11)
+    return [[r.randrange(100) for _ in range(length)] for _ in range(count)]
+
+
+def next_turn(asked, answers):
+    return [prompt + answer + [7] * 9 for prompt, answer in zip(asked, answers)]
+
+
+@pytest.mark.parametrize("below, is_async", [("device", True), ("host", True), ("store", False)])
+def test_conversations_go_on_where_they_ended(below, is_async, build, tmp_path):
+    options = {
+        "device": {},
+        "host": {"kv_host_bytes": 32 << 20},
+        "store": {"kv_store": f"file://{tmp_path}/kv"},
+    }[below]
+    plain = build("qwen3.5", tensor_parallel_size=1, enable_prefix_caching=False)
+    if below != "device":  # that has room for two conversations
+        runner = build("qwen3.5").ranks.runner
+        size = runner.states.rows.nbytes + 12 * runner.cache.plan.block_bytes
+        size += 8 * runner.states.plan.row_bytes
+        options |= {"kv_cache_memory_bytes": size, "kv_load_policy": "always"}
+    core = build("qwen3.5", async_scheduling=is_async, **options)
+    asked = prompts(5)
+    for turn in range(3):
+        answers, cached = one_by_one(core, asked)
+        assert answers == one_by_one(plain, asked)[0]
+        assert all(len(prompt) - 9 - 16 <= found for prompt, found in zip(asked, cached)) or not turn
+        asked = next_turn(asked, answers)
+    if below != "device":
+        assert core.stats().kv_tiers[below].fetched_blocks > 5
+
+
+def test_two_ranks_hand_prompts_and_states_to_two_ranks(build):
+    [prompt] = prompts(1)
+    [expected], _, _ = run(build("qwen3.5", tensor_parallel_size=1), [(prompt, {})])
+    lender, reader = build("qwen3.5", **LENDS), build("qwen3.5", **READS)
+    [first], [ticket], _ = run(lender, [(prompt, {"offers_kv": True})], max_tokens=1)
+    [rest], _, [cached] = run(reader, [(prompt, {"output_token_ids": first, "kv_ticket": ticket})])
+    assert first + rest == expected and cached == 64
+    ticket = lender.lend_kv(prompt)
+    assert not reader.stats().kv_transfer_failures
+    one = build("qwen3.5", tensor_parallel_size=1, **READS)
+    [tokens], _, [cached] = run(one, [(prompt, {"kv_ticket": ticket})])
+    assert tokens == expected and cached == 0 and one.stats().kv_transfer_failures == {"incompatible": 1}
