@@ -4,7 +4,9 @@ time."""
 
 from __future__ import annotations
 
-PROGRAMS_PER_SM = 4  # as many decode programs run on an SM at once
+PROGRAMS_PER_SM = 4  # as many decode programs run on an SM at once,
+WIDE_PROGRAMS_PER_SM = 2  # and as many of wide heads, which have more than WIDE numbers
+WIDE = 256
 # A decode batch that just fills the GPU is cut into this many waves, so that unequal lengths even out.
 WAVES = 3
 # A batch with this many times as many (sequence, kv head) pairs as programs at once is large. It is not cut,
@@ -16,33 +18,46 @@ CAPTURED_WAVES = 4  # waves of decode programs in a captured mixed step; most le
 # The longest sequence gives each program at least this many keys: many programs for few keys cost more than
 # they bring.
 FULL_SPLIT = 160
+WIDE_FULL_SPLIT = 320
 SHARE_FROM = 9  # the fewest decodes for which a shared prefix is worth one more launch a layer
 PREFIX_PROGRAMS_PER_SM = 2
 MAX_PARTS = 16  # the most parts of a shared prefix; each is one more result to weigh
 
 
-def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
+def decode_splits(
+    num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int, head_dim: int = 128
+) -> int:
     """Into how many programs the keys of one (sequence, kv head) are cut. The sizes that decide are fixed in
     a captured graph too."""
-    tasks, slots = num_seqs * num_kv_heads, num_sms * PROGRAMS_PER_SM
-    if is_large(num_seqs, num_kv_heads, num_sms):
+    tasks, slots = num_seqs * num_kv_heads, programs_at_once(num_sms, head_dim)
+    if is_large(num_seqs, num_kv_heads, num_sms, head_dim):
         splits = 1
     else:
         # For few tasks there is one full wave of equal programs.
         splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)
-    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
+    return max(1, min(splits, full_splits(max_kv_len, head_dim)))
 
 
-def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
-    return num_seqs >= CUT and num_seqs * num_kv_heads >= LARGE * num_sms * PROGRAMS_PER_SM
+def programs_at_once(num_sms: int, head_dim: int) -> int:
+    return num_sms * (PROGRAMS_PER_SM if head_dim <= WIDE else WIDE_PROGRAMS_PER_SM)
 
 
-def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
+def full_splits(max_kv_len: int, head_dim: int) -> int:
+    return -(-max_kv_len // (FULL_SPLIT if head_dim <= WIDE else WIDE_FULL_SPLIT))
+
+
+def is_large(num_seqs: int, num_kv_heads: int, num_sms: int, head_dim: int = 128) -> bool:
+    return num_seqs >= CUT and num_seqs * num_kv_heads >= LARGE * programs_at_once(num_sms, head_dim)
+
+
+def captured_splits(
+    num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int, head_dim: int = 128
+) -> int:
     """Into how many programs the keys of one (sequence, kv head) are cut in a captured mixed step. Most
     places for decodes are empty there. Programs of empty places end at once, so there may be several
     waves."""
-    splits = CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads)
-    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
+    splits = CAPTURED_WAVES * programs_at_once(num_sms, head_dim) // (num_seqs * num_kv_heads)
+    return max(1, min(splits, full_splits(max_kv_len, head_dim)))
 
 
 def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:

@@ -85,7 +85,7 @@ class TritonBackend:
         def most_partials(num_seqs: int, queries: int) -> int:
             """Returns the largest number of partial results per kv head in a step of `num_seqs` decodes."""
             num_tiles = self.num_tiles(num_seqs, queries)
-            sizes = num_tiles, num_kv_heads, max_model_len, self.num_sms
+            sizes = num_tiles, num_kv_heads, max_model_len, self.num_sms, head_dim
             splits = max(decode_splits(*sizes), CUT_SPLITS, captured_splits(*sizes))
             parts = prefix_parts(num_seqs, num_kv_heads, self.num_sms)
             return num_tiles * self.tile_queries[queries] * self.group * (splits + parts)
@@ -145,11 +145,12 @@ class TritonBackend:
         """Writes out_THN of the decodes' tokens; an empty place gets zeros."""
         tables_RM = step.block_tables[cache.table]
         num_tiles = self.num_tiles(step.num_decodes, step.queries)
-        sizes = num_tiles, self.num_kv_heads, step.max_kv_len, self.num_sms
+        head_dim = q_THN.shape[2]
+        sizes = num_tiles, self.num_kv_heads, step.max_kv_len, self.num_sms, head_dim
         num_cut = None
         if step.sparse_decodes:
             splits = captured_splits(*sizes)
-        elif step.queries == 1 and is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
+        elif step.queries == 1 and is_large(step.num_decodes, self.num_kv_heads, self.num_sms, head_dim):
             num_cut, splits = CUT, CUT_SPLITS
         else:
             splits = decode_splits(*sizes)

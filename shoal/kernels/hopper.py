@@ -3,6 +3,8 @@ Importing this file needs no Gluon."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
@@ -19,6 +21,19 @@ if HAS_GLUON:
 
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def has_large_shared_memory() -> bool:
+    """Says if a program may have 227 KB, as from Hopper on, or about two thirds of that."""
+    return _INTERPRETED or _is_hopper_or_newer(triton.runtime.driver.active.get_current_device())
+
+
+_INTERPRETED = triton.knobs.runtime.interpret  # what `triton.jit` sees in this process
+
+
+@functools.cache
+def _is_hopper_or_newer(device: int) -> bool:
+    return triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def rows_with_room(rows: int) -> int:

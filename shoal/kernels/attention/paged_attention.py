@@ -16,7 +16,6 @@ GROUP = H / G.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import has_large_shared_memory
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import next_power_of_2
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_INTERPRETED = triton.knobs.runtime.interpret  # what `triton.jit` sees in this process
 # A running maximum starts here. It is finite, so that a tile without any visible key adds 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
@@ -53,9 +52,10 @@ def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
         if head_dim > 256:
             return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(16, 32 if head_dim <= 64 else 16, 4, 2)
-    if head_dim > 256:  # as many bytes as the tiles of half the size
-        return AttentionTiles(16, 16, 4, 3)
-    return AttentionTiles(16, 32, 2 if head_dim <= 128 else 4, 3)
+    if head_dim <= 128:
+        return AttentionTiles(16, 32, 2, 3)
+    # Three stages of larger heads would leave room for two programs on an SM, or for one.
+    return AttentionTiles(16, 32, 2 if head_dim <= 256 else 4, 2)
 
 
 def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -84,16 +84,6 @@ def large_head_tiles(head_dim: int, fp8: bool) -> AttentionTiles:
     if head_dim <= 256:
         return AttentionTiles(64, 32, 8, 2)
     return AttentionTiles(32, 32, 8, 2) if fp8 else AttentionTiles(64, 16, 8, 2)
-
-
-def has_large_shared_memory() -> bool:
-    """Says if a program may have 227 KB, as from Hopper on, or about two thirds of that."""
-    return _INTERPRETED or _is_hopper_or_newer(triton.runtime.driver.active.get_current_device())
-
-
-@functools.cache
-def _is_hopper_or_newer(device: int) -> bool:
-    return triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def chunk_tiles(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> AttentionTiles:

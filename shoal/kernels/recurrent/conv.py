@@ -15,8 +15,8 @@ from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_sl
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-PROMPT_TOKENS = 32  # the tokens of one program
-CHANNELS = 128
+CHANNELS = 128  # of a program for decodes
+PROMPT_TILES = (32, 128, 4)  # tokens, channels and warps of a program for prompts
 
 
 @triton.jit
@@ -108,24 +108,26 @@ def _conv_kernel(
             new = tl.load(
                 token_ptr + at.to(tl.int64) * stride_x + c[None, :], mask=mask & (at >= 0), other=0.0
             )
-            is_old = mask & (at < 0) & (begins == 0)
-            old = _input_before(
-                state_ptr,
-                kept_ptr,
-                row,
-                stride_kept,
-                position,
-                pending,
-                at,
-                c[None, :],
-                is_old,
-                W,
-                C,
-                DRAFTS,
-                SLOTS,
-            )
             weight = tl.load(weight_ptr + c * W + tap, mask=c < C, other=0.0).to(tl.float32)
-            sums += weight[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+            sums += weight[None, :] * new.to(tl.float32)
+            if chunk == 0:
+                is_old = mask & (at < 0) & (begins == 0)
+                old = _input_before(
+                    state_ptr,
+                    kept_ptr,
+                    row,
+                    stride_kept,
+                    position,
+                    pending,
+                    at,
+                    c[None, :],
+                    is_old,
+                    W,
+                    C,
+                    DRAFTS,
+                    SLOTS,
+                )
+                sums += weight[None, :] * old.to(tl.float32)
         if SILU:
             sums *= sigmoid(sums)
         out_at = (first + t).to(tl.int64)[:, None] * C + c[None, :]
@@ -175,12 +177,14 @@ def causal_conv(
     decodes, num_seqs = sequences.num_decodes, len(sequences.rows_S)
     drafts, draft_sizes = draft_arguments(sequences, kept_RKC)
     queries = 1 if sequences.drafts is None else next_power_of_2(max(sequences.drafts.queries, 1))
-    for first, count, tokens in ((0, decodes, queries), (decodes, num_seqs - decodes, PROMPT_TOKENS)):
+    decode_tiles = (queries, CHANNELS, 1 if queries == 1 else 4)
+    for first, count, tiles in ((0, decodes, decode_tiles), (decodes, num_seqs - decodes, PROMPT_TILES)):
+        tokens, block, warps = tiles
         are_decodes = first < decodes
         programs = count if are_decodes else max_chunks(num_tokens, count, tokens)
         if not count or not programs:
             continue
-        _conv_kernel[(programs, cdiv(channels, CHANNELS))](
+        _conv_kernel[(programs, cdiv(channels, block))](
             x_TC,
             weight_CW,
             bias_C,
@@ -199,12 +203,12 @@ def causal_conv(
             W=width,
             SILU=silu,
             TOKENS=tokens,
-            CHANNELS=CHANNELS,
+            CHANNELS=block,
             BLOCK_W=next_power_of_2(width - 1),
             BLOCK_S=1 if are_decodes else next_power_of_2(count),
             DECODES=are_decodes,
             **draft_sizes,
-            num_warps=1 if tokens == 1 else 4,
+            num_warps=warps,
             **pdl_options(),
         )
     keep_drafts(sequences, kept_RKC, x_TC)

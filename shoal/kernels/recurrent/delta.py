@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import has_large_shared_memory
+from shoal.kernels.matmul.dispatch import gpu_of
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import (
     CHUNK,
@@ -33,8 +35,9 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 TOKEN_TILES = RuleTiles(32, 4, 1)  # a head of 128 x 128 keeps four processors busy
-CHUNK_TILES = RuleTiles(32, 8, 3)
-SCAN_TILES = RuleTiles(32, 4, 2)
+CHUNK_TILES = RuleTiles(64, 4, 3)
+# On GPUs before Hopper, which have less shared memory and where wider tiles spill:
+NARROW_CHUNK_TILES, NARROW_SCAN_TILES = RuleTiles(32, 8, 3), RuleTiles(32, 4, 2)
 
 
 @triton.jit
@@ -309,6 +312,15 @@ def _delta_scan_kernel(
         tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=state_mask)
 
 
+def scan_tiles(num_heads: int, columns: int, device: torch.device) -> RuleTiles:
+    """Returns the tiles of `num_heads` heads over all prompts: wider ones once they fill the GPU, as programs
+    of one head read the same keys."""
+    if not has_large_shared_memory():
+        return NARROW_SCAN_TILES
+    wide = num_heads * cdiv(columns, 64) > gpu_of(device).sms
+    return RuleTiles(64 if wide else 32, 4, 3)
+
+
 def gated_delta(
     q_TKN: torch.Tensor,
     k_TKN: torch.Tensor,
@@ -361,6 +373,7 @@ def gated_delta(
     normed_q, normed_k = new(num_tokens, num_keys, size), new(num_tokens, num_keys, size)
     logs_TH = new((num_tokens, heads), dtype=torch.float32)
     scores_THL, u_THV, y_THN = (new(num_tokens, heads, last) for last in (CHUNK, columns, size))
+    tiles = CHUNK_TILES if has_large_shared_memory() else NARROW_CHUNK_TILES
     _delta_chunk_kernel[(max_chunks(num_tokens, prompts, CHUNK), heads)](
         *inputs,
         sequences.starts_S,
@@ -375,14 +388,15 @@ def gated_delta(
         prompts,
         **sizes,
         BLOCK_N=block_n,
-        BLOCK_V=min(whole, CHUNK_TILES.values),
+        BLOCK_V=min(whole, tiles.values),
         BLOCK_S=next_power_of_2(prompts),
         L=CHUNK,
-        num_warps=CHUNK_TILES.warps,
-        num_stages=CHUNK_TILES.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         **pdl_options(),
     )
-    block = min(whole, SCAN_TILES.values)
+    tiles = scan_tiles(prompts * heads, columns, v_THV.device)
+    block = min(whole, tiles.values)
     _delta_scan_kernel[(prompts, heads, cdiv(columns, block))](
         normed_q,
         normed_k,
@@ -398,8 +412,8 @@ def gated_delta(
         BLOCK_N=block_n,
         BLOCK_V=block,
         L=CHUNK,
-        num_warps=SCAN_TILES.warps,
-        num_stages=SCAN_TILES.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         **pdl_options(),
     )
     return out_THV

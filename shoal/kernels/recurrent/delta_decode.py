@@ -32,6 +32,10 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import next_power_of_2
 
 WARPS = 4
+# Registers of a thread if states have 16 bits: three programs share an SM then, as they are bound by latency.
+# States in float32 are bound by memory, and spill. A few sequences do not fill the GPU.
+REGISTERS = 168
+MANY_SEQS = 16
 
 
 @triton.jit
@@ -156,6 +160,7 @@ def delta_mixer(
             BLOCK_N=next_power_of_2(size),
             BLOCK_V=next_power_of_2(columns),
             num_warps=WARPS,
+            maxnreg=REGISTERS if states_RHNV.itemsize == 2 and num_seqs >= MANY_SEQS else None,
             **pdl_options(),
         )
     return out_TX

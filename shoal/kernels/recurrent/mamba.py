@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import has_large_shared_memory
+from shoal.kernels.matmul.dispatch import gpu_of
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import CHUNK, RuleTiles, softplus, state_row, takes_chunks
 from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_slot, token_span
@@ -22,7 +24,7 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 TOKEN_TILES = RuleTiles(32, 4, 1)
-SCAN_TILES = RuleTiles(32, 8, 2)
+NARROW_SCAN_TILES = RuleTiles(32, 8, 2)  # on GPUs before Hopper, where fewer warps spill
 
 
 @triton.jit
@@ -191,6 +193,17 @@ def _mamba_scan_kernel(
         tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=state_mask)
 
 
+def scan_tiles(num_heads: int, rows: int, device: torch.device) -> RuleTiles:
+    """Returns the tiles of `num_heads` heads over all prompts. Once heads have more programs than there are
+    SMs, two on an SM, with fewer stages, are quicker than one."""
+    if not has_large_shared_memory():
+        return NARROW_SCAN_TILES
+    sms, programs = gpu_of(device).sms, num_heads * cdiv(rows, 64)
+    if programs > sms:
+        return RuleTiles(64, 4, 2)
+    return RuleTiles(64 if 2 * programs > sms else 32, 4, 3)
+
+
 def mamba2(
     x_THV: torch.Tensor,
     dt_TH: torch.Tensor,
@@ -237,7 +250,8 @@ def mamba2(
         )
         keep_drafts(sequences, kept_RKX, x_THV, b_TGN, dt_TH)
     if prompts and num_tokens:
-        block_n, block = max(block_n, 16), max(min(whole, SCAN_TILES.values), 16)
+        tiles = scan_tiles(prompts * heads, rows, x_THV.device)
+        block_n, block = max(block_n, 16), max(min(whole, tiles.values), 16)
         _mamba_scan_kernel[(prompts, heads, cdiv(rows, block))](
             *arguments,
             by_token,
@@ -245,8 +259,8 @@ def mamba2(
             BLOCK_N=block_n,
             BLOCK_V=block,
             L=CHUNK,
-            num_warps=SCAN_TILES.warps,
-            num_stages=SCAN_TILES.stages,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
             **pdl_options(),
         )
     return out_THV

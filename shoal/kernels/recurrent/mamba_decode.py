@@ -33,6 +33,10 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import next_power_of_2
 
 WARPS = 4
+# Every program makes the convolution of its group's B and C, so the parts are quicker for more sequences if a
+# group has more heads.
+MOST_SHARED = 16
+FEW_SEQS = 4
 
 
 @triton.jit
@@ -134,7 +138,10 @@ def mamba_mixer(
     """As mixers.mamba_in_parts."""
     columns, size, groups = mamba_sizes(weights, memory)
     num_seqs = len(sequences.rows_S)
-    if sequences.drafts is not None or sequences.num_decodes < num_seqs or num_seqs * groups > MAX_ARRIVALS:
+    shared = len(weights.a_log_H) // groups
+    fuses = sequences.drafts is None and sequences.num_decodes == num_seqs
+    fuses &= num_seqs * groups <= MAX_ARRIVALS and (shared <= MOST_SHARED or num_seqs <= FEW_SEQS)
+    if not fuses:
         parts = causal_conv, mamba2, gated_norm
         return mamba_in_parts(parts, xbc_TC, z_TX, dt_TH, weights, memory, sequences)
     inputs_RCW, states_RHVN, width = memory.conv_RCW, memory.state_R, weights.conv_CW.shape[1]
