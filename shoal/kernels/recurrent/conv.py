@@ -15,8 +15,8 @@ from shoal.kernels.recurrent.drafts import draft_arguments, keep_drafts, kept_sl
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-CHANNELS = 128  # of a program for decodes
-PROMPT_TILES = (32, 128, 4)  # tokens, channels and warps of a program for prompts
+CHANNELS = 128  # per program for decodes
+PROMPT_TILES = (32, 128, 4)  # tokens, channels and warps per program for prompts
 
 
 @triton.jit
