@@ -14,7 +14,7 @@ enum { LANES = 8 };
 enum { REGISTERS = 4, COLUMNS = REGISTERS * LANES, STATE_ROWS = 32, CHANNELS = 64, TOKENS = 64, MAX_WIDTH = 16, AHEAD = 4, NORM_ELEMENTS = 1 << 13 };
 typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
 
-// A step's sequences and the memory of their states. Row -1 is the spare one. Strides are in numbers. With drafts (sequences.py), which
+// A step's sequences and the memory of their states. Row -1 is the spare one. Strides are in numbers. With drafts (draft_spans.py), which
 // the first num_drafting sequences may have, inputs are kept in `kept`: [row, slots, kept_size].
 typedef struct {
     const int32_t *rows, *starts, *positions, *draft_starts, *verified, *pending;
