@@ -55,7 +55,7 @@ def tokens_of(stream):
 
 
 def wait_for_events(fleet, streams, num):
-    """Until each stream has so many of them."""
+    """Waits until each stream has that many chunks."""
 
     def said():
         each = [(stream.worker, stream.status, len(stream.events), stream.error) for stream in streams]
