@@ -11,7 +11,7 @@ from shoal import LLM, SamplingParams
 from shoal.kernels.drafting import reference
 from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
-from tests import eagle3_heads, tiny
+from tests import eagle3_heads, mtp_chains, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
 from tests.mtp_heads import NEAR_LAST, write_mtp
@@ -278,6 +278,26 @@ def test_two_gpus_give_the_tokens_of_one(speculation, root, build):
     llm = build(folder, speculative_config=speculation, tensor_parallel_size=2)
     outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
     assert [list(o.outputs[0].token_ids) for o in outputs] == [tiny.greedy(folder, p, 40) for p in prompts]
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}], ids=str)
+@pytest.mark.parametrize("kind, k", [("hidden", 1), ("hidden", 3), ("attention", 1)])
+def test_an_mtp_head_that_is_right_is_always_right(kind, k, options, tmp_path, build):
+    """On a model with recurrent layers, for prompts whole, in chunks, and from the prefix cache."""
+    rings = eagle3_heads.ring(7)
+    speculation = {"method": "mtp", "num_speculative_tokens": k, "enable_adaptive_verification": False}
+    chain = mtp_chains.write_chain(tmp_path, rings, kind)
+    llm = build(chain, speculative_config=speculation, **options)
+    prompt = [3, *eagle3_heads.follow(rings, 3, 39)]
+    n = 1 + 8 * (k + 1)
+    for again in range(3):
+        tokens, sizes = pieces(llm, prompt, greedy(n))
+        assert tokens == eagle3_heads.follow(rings, prompt[-1], n)
+        assert sizes == [1, *[k + 1] * 8], again
+    batch = [eagle3_heads.follow(rings, i, 20 + i) for i in range(12)]
+    outputs = llm.generate(batch, greedy(40), use_tqdm=False)
+    want = [eagle3_heads.follow(rings, p[-1], 40) for p in batch]
+    assert [list(o.outputs[0].token_ids) for o in outputs] == want
 
 
 def test_a_server_of_the_default_options_drafts_and_its_answers_are_equal(wavering, build):

@@ -16,7 +16,8 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.state import Field
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
-from tests import quantized, tiny
+from tests import mtp_chains, quantized, tiny
+from tests.eagle3_heads import follow, ring
 from tests.mtp_heads import ERNIE, NEAR_LAST, NEMOTRONS, QWENS, LayersOracle, MtpOracle, write_mtp
 
 K = 3
@@ -245,3 +246,28 @@ def test_a_head_drafts_all_tokens_after_a_prompt_that_fills_its_blocks(length, r
         core.step()
         counts.append(int(core.ranks.runner.state.table[0, Field.NUM_DRAFTS]))
     assert counts == [K]
+
+
+RING = ring(7)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(max_num_batched_tokens=16), dict(tensor_parallel_size=2)], ids=str
+)
+@pytest.mark.parametrize("kind, k", [("embedding", 3), ("hidden", 1), ("hidden", 3), ("attention", 3)])
+def test_a_head_that_is_right_is_always_right(kind, k, options, tmp_path, build):
+    """For prompts whole, in chunks, and from the prefix cache."""
+    core = build(mtp_chains.write_chain(tmp_path, RING, kind), k, max_num_seqs=4, **options)
+    prompt, n = [3, *follow(RING, 3, 39)], 1 + 8 * (k + 1)
+    for _ in range(3):
+        lengths = []
+        found = answer(core, prompt, n, lambda tokens, lengths=lengths: lengths.append(len(tokens)))
+        assert found == follow(RING, prompt[-1], n)
+        assert sorted(set(lengths)) == [1 + i * (k + 1) for i in range(9)]
+
+
+def test_a_head_that_is_wrong_costs_no_token(tmp_path, build):
+    core = build(mtp_chains.write_chain(tmp_path, RING, "wrong"))
+    lengths = []
+    assert answer(core, [3], 40, lambda tokens: lengths.append(len(tokens))) == follow(RING, 3, 40)
+    assert sorted(set(lengths)) == [*range(1, 41)]
