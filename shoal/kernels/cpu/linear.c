@@ -20,7 +20,7 @@ enum { SCALE_GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
-#define TILE 8
+#define TILE 9
 enum { REGISTERS = 1 };
 typedef __m512 vf;
 typedef __m512i vi;
@@ -170,7 +170,7 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
                 vi pair[REGISTERS];
                 for (int k = 0; k < REGISTERS; k++)
                     pair[k] = bits == 4 ? nibbles(word[k], half) : half ? odd_bytes(word[k]) : even_bytes(word[k]);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
                 for (int r = 0; r < rows; r++) {
                     vi q_pair = splat_pair(q_word + r * a->cols + (half >> 1) * 16 + (half & 1) * 2);
                     for (int k = 0; k < REGISTERS; k++) {
@@ -183,7 +183,7 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
         for (int k = 0; k < REGISTERS; k++) {
             vf w_scale = load_half(w + k * 2 * WIDTH);
             vf minimum = bits == 4 ? load_half(w + HALVES + k * 2 * WIDTH) : splat(0);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
             for (int r = 0; r < rows; r++) {
                 total[r][k] = multiply_add(to_float(product[r][k]), multiply(w_scale, splat(scale[r * a->groups + g])), total[r][k]);
                 if (bits == 4) total[r][k] = multiply_add(minimum, splat(sum[r * a->groups + g]), total[r][k]);
@@ -207,6 +207,7 @@ INLINE void tile_rows(const int bits, int rows, const uint8_t *w, const Activati
     case 6: tile(bits, 6, w, a, row, y); break;
     case 7: tile(bits, 7, w, a, row, y); break;
     case 8: tile(bits, 8, w, a, row, y); break;
+    case 9: tile(bits, 9, w, a, row, y); break;
 #endif
 #endif
     }
