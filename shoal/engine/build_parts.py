@@ -46,8 +46,9 @@ def build_parts(
     yield GrammarAdmission(grammars, scheduler, 0 if options is None else options.queries - 1)
     if config.target_itl_ms:
         yield CostLearner(scheduler)
-    if options is not None:
-        yield DraftLearner(config, options, scheduler)
+    drafting = ranks.runner.drafting
+    if options is not None and drafting is not None:
+        yield DraftLearner(config, options, scheduler, drafting.clock)
     if config.has_kv_tiers:
         yield KvTiers(config, ranks, scheduler, events)
     if config.kv_transfer_config is not None:

@@ -16,6 +16,7 @@ import torch
 
 from shoal.attention.step_input import SharedPrefixes, StepInput
 from shoal.config import ResolvedConfig, SpeculativeConfig
+from shoal.engine.drafting.head_clock import HeadClock
 from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.drafting.rank_head import RankHead
 from shoal.engine.drafting.step_sizes import draft_sizes
@@ -77,6 +78,7 @@ class Drafting:
         few."""
         self._drafter, self._sizes = drafter, [1, *sizes]
         self._on_gpu = device.type == "cuda"
+        self.clock = HeadClock(runs=drafter is not None and not self._on_gpu)
         # A GPU's process must not compile the C library, and a CPU's must not import Triton.
         self._ops: Any = importlib.import_module(OPS[device.type])
         self.queries = options.queries
@@ -175,6 +177,7 @@ class Drafting:
         sections: dict[str, torch.Tensor],
         ended: bool,
         after_layer: Callable[[int], None] | None,
+        head_rests: bool,
     ) -> torch.Tensor | None:
         """Ends a step of `sizes` (decodes, queries, samples), unless its graph has `ended` it already.
         `sections`: a mixed step's. `after_layer` is notified of a head's layers.
@@ -183,7 +186,7 @@ class Drafting:
         many sequences that none gets drafts, and each has the one token that was sampled."""
         num_decodes, queries, num_samples = sizes
         if not ended:
-            self.end(num_decodes, queries, num_samples, sections)
+            self.end(num_decodes, queries, num_samples, sections, head_rests)
         if after_layer is not None and self._drafter is not None:
             for layer in self._drafter.head.layers:
                 after_layer(layer)
@@ -194,9 +197,15 @@ class Drafting:
         return not self._on_gpu or num_seqs <= MOST_DECODES
 
     def end(
-        self, num_decodes: int, queries: int, num_samples: int, sections: dict[str, torch.Tensor]
+        self,
+        num_decodes: int,
+        queries: int,
+        num_samples: int,
+        sections: dict[str, torch.Tensor],
+        head_rests: bool = False,
     ) -> None:
-        """Accepts drafts by the step's samples, and looks up the next ones."""
+        """Accepts drafts by the step's samples, and looks up the next ones, or has the head make them unless
+        it rests."""
         rows, starts = self._active_B[:num_decodes], self._starts_B[:num_decodes]
         own_samples = num_decodes * queries
         if num_samples > own_samples:  # after the decodes come prefills
@@ -221,7 +230,9 @@ class Drafting:
         )
         looks_up = self._looks_up(len(rows))
         if self._drafter is not None:
-            counts_S = self._drafter.propose(rows, self.rows, None if looks_up else 0)
+            with self.clock.measure():
+                most = None if looks_up else 0
+                counts_S = 0 if head_rests else self._drafter.propose(rows, self.rows, most)
             report_SX[:, Report.NUM_DRAFTS] = table[rows.long(), Field.NUM_DRAFTS] = counts_S
             report_SX[:, -self.rows.drafts_RK.shape[1] :] = self.rows.drafts_RK[rows.long()]
         elif looks_up:

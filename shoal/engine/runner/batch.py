@@ -73,6 +73,7 @@ class Header(IntEnum):
     RESTORES_SIZE = 20  # how many of them describe restores
     QUERIES = 21  # the places of each decode for tokens
     HISTORIES_SIZE = 22  # the ints of tokens in which drafts are looked up
+    HEAD_RESTS = 23  # A draft head makes no drafts in this step.
 
 
 HEADER_SIZE = 32
@@ -280,7 +281,7 @@ class BatchBuilder:
         header[Header.NUM_DECODES] = plan.num_decodes
         header[Header.NUM_TOKENS] = plan.num_tokens
         header[Header.NUM_SAMPLES] = sample + 1
-        header[Header.QUERIES] = plan.queries
+        header[Header.QUERIES], header[Header.HEAD_RESTS] = plan.queries, plan.head_rests
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])

@@ -161,7 +161,8 @@ class Steps:
         sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), int(header[Header.NUM_SAMPLES])
         if self.drafting is not None:
             ended = outcome.ended and not num_whole_rows
-            report = self.drafting.report(sizes, sections, ended, after_layer)
+            rests = bool(header[Header.HEAD_RESTS])
+            report = self.drafting.report(sizes, sections, ended, after_layer, rests)
         if num_state_ints > restores:
             self.states.save(sections["states"][restores:], self.cache.blocks)
         return self._collect(header, sizes, outcome, options, report)

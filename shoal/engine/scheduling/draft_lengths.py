@@ -9,7 +9,7 @@ whose drafts fail back off without being forgotten.
 
 A budget makes sure that speculation is never much slower than none: what a step lost or saved, as measured,
 is booked, and without budget no step has drafts. Losses are bounded by LOSS of the time, and FIRST_LOSS
-steps. This class reads no clock.
+steps. A draft head's own passes are booked, too: without budget the head rests. This class reads no clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ WORTH = 1.02  # a size is taken if it promises this many times the tokens per se
 RETRY, MOST_RETRY = 64, 4096  # steps after which the cost of a size that is too dear is doubted
 COMPARE = 128  # a step without drafts follows as many with drafts, as costs are relative to it
 LOSS = 0.004  # the share of all time that drafts may cost, as measured
-FIRST_LOSS = 4  # steps that they may cost in addition
+FIRST_LOSS = 4  # steps that they may cost in addition,
+FIRST_LOSS_OF_HEAD = 32  # with a head, whose passes may cost more than steps until sizes are measured
+WAKE = 8  # steps that may be lost when a head that rests is tried again
 MOST_SAVED = 50  # steps that were saved and may be lost again
 
 
@@ -74,7 +76,7 @@ class DraftLengths:
     """most: the most drafts of a sequence in a step. is_adaptive False: always as many, whatever they cost.
     max_num_batched_tokens: room of a step for decodes of equal sizes. most_decodes: the sizes of steps with
     drafts, each with the most decodes that it may have; such steps have no prompts. None: any step may have
-    drafts."""
+    drafts. has_head: a head makes the drafts, and its time is known."""
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class DraftLengths:
         max_num_batched_tokens: int,
         is_adaptive: bool = True,
         most_decodes: Mapping[int, int] | None = None,
+        has_head: bool = False,
     ) -> None:
         self.sizes = sizes_up_to(1 + most) if most_decodes is None else [1, *sorted(most_decodes)]
         self.is_adaptive = is_adaptive
@@ -92,12 +95,20 @@ class DraftLengths:
         self._num_steps = 0
         self._budget = 0.0  # seconds
         self._budgeted = False  # FIRST_LOSS is in the budget
-        self._num_tokens = 0  # sampled by decodes since the last completed step
+        self._step_s = 0.0  # seconds of the last step without prompts
+        self._num_accepted = 0  # drafts, since the last completed step
+        self._has_head = has_head
+        self._head_ratio = 0.0  # cost of a head's passes, as a multiple of a step without drafts; 0: unknown
+        self.head_rests = (
+            False  # in the next step: it makes no drafts, and its cache misses the step's tokens
+        )
 
     # Planning
 
     def choose(self, running: Iterable[Sequence], may_start: bool = False) -> int:
-        """Returns the size of the next step. `may_start`: a waiting sequence may start with it."""
+        """Returns the size of the next step, and decides whether a head rests. `may_start`: a waiting
+        sequence may start with it."""
+        self.head_rests = self._has_head and self.is_adaptive and self._rests(may_start)
         # Rows in lockstep wait for the token that a step in flight samples.
         decodes = [seq for seq in running if seq.status is DECODE and not (seq.lockstep and seq.num_pending)]
         sizes = self._sizes_for(len(decodes))
@@ -126,6 +137,13 @@ class DraftLengths:
             if promised > most:
                 best, most = self.sizes[i], promised
         return best
+
+    def _rests(self, may_start: bool) -> bool:
+        """Returns whether a head rests in the next step. It wakes up with a new sequence, as its cache lacks
+        tokens of the others, or later."""
+        if not self.head_rests:
+            return self._budgeted and self._budget <= 0
+        return self._budget < WAKE * self._step_s * (1 if may_start else 2)
 
     def _sizes_for(self, num_decodes: int) -> list[int]:
         """Returns the sizes for which a step of that many decodes has room."""
@@ -188,7 +206,6 @@ class DraftLengths:
     def learn(self, seq: Sequence, num_tokens: int, report: DraftReport | None) -> None:
         """Corrects the acceptance of a sequence for which a step has sampled `num_tokens` tokens. `report`
         None: its drafts are out of date."""
-        self._num_tokens += num_tokens
         history = seq.drafts
         if report is None:
             if history is not None and history.num_drafts:
@@ -199,6 +216,7 @@ class DraftLengths:
             history = seq.drafts = DraftHistory(self._first, self._further)
         verified, accepted = report.num_verified, num_tokens - 1
         if verified:
+            self._num_accepted += accepted
             history.num_steps += 1
             history.num_verified += verified
             history.num_accepted += accepted
@@ -222,17 +240,31 @@ class DraftLengths:
         history.first += RATE * (held - history.first)
         self._first += RATE_OF_ALL * (held - self._first)
 
-    def completed(self, num_decodes: int, size: int, seconds: float, is_pure: bool) -> None:
-        """Takes in the time of a step, whose tokens were learned before. is_pure: it had decodes alone, of
-        equal size."""
-        num_tokens, self._num_tokens = self._num_tokens, 0
-        if not is_pure or seconds <= 0 or not num_decodes or not self.is_adaptive:
+    def completed(
+        self, num_decodes: int, size: int, seconds: float, num_prompt_tokens: int = 0, head_s: float = 0.0
+    ) -> None:
+        """Takes in the time of a step with `num_decodes` decodes of this size, whose tokens were learned
+        before, and prompts. `head_s`: the part of the time that a head took."""
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        if seconds <= 0 or not self.is_adaptive:
+            return
+        seconds = max(seconds - head_s, 0.0)
+        self._budget += LOSS * seconds
+        row = self._rows.setdefault(_bucket(num_decodes), _Row())
+        self._book_head(row, size, head_s, seconds)
+        if num_prompt_tokens or not num_decodes:
+            if (
+                num_decodes and size > 1
+            ):  # tokens cost their share, and an accepted draft saves a step of its sequence
+                num_places = num_decodes * (size - 1)
+                share = num_places / (num_places + num_decodes + num_prompt_tokens)
+                self._budget += num_accepted / num_decodes * row.base - share * seconds
             return
         self._num_steps += 1
-        row = self._rows.setdefault(_bucket(num_decodes), _Row())
+        self._step_s = seconds
         if not self._budgeted:
             self._budgeted = True
-            self._budget = FIRST_LOSS * seconds
+            self._budget = (FIRST_LOSS_OF_HEAD if self._has_head else FIRST_LOSS) * seconds
         if size == 1:
             steady = min(seconds, row.base * DISTURBED) if row.base else seconds
             row.base = row.base + COST_RATE * (steady - row.base) if row.base else seconds
@@ -241,9 +273,19 @@ class DraftLengths:
             row.base = min(row.base, seconds)  # no step is cheaper than one without drafts
             self._learn_cost(row, size, seconds / row.base)
             if row.by_size[size].count > 1:  # the first one of a size may have built what it needs
-                saved = num_tokens / num_decodes * row.base - min(seconds, size * row.base)
-                self._budget = min(self._budget + saved, MOST_SAVED * row.base)
-        self._budget = min(self._budget + LOSS * seconds, max(self._budget, MOST_SAVED * seconds))
+                self._budget += (1 + num_accepted / num_decodes) * row.base - min(seconds, size * row.base)
+        self._budget = min(self._budget, MOST_SAVED * seconds)
+
+    def _book_head(self, row: _Row, size: int, head_s: float, seconds: float) -> None:
+        """Books a head's passes in a step that took `seconds` without them, relative to what such a step
+        costs: on a busy machine either may have waited for a processor."""
+        if not head_s or not seconds:
+            return
+        cost = row.by_size.get(size)
+        ratio = head_s / seconds * (1.0 if cost is None else cost.ratio)
+        believed = ratio if not self._head_ratio else min(ratio, 2 * self._head_ratio)
+        self._head_ratio += (COST_RATE if self._head_ratio else 1.0) * (believed - self._head_ratio)
+        self._budget -= self._head_ratio * (row.base or self._step_s)
 
     def _learn_cost(self, row: _Row, size: int, ratio: float) -> None:
         cost = row.by_size.get(size)

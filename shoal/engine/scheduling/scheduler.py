@@ -87,6 +87,7 @@ class StepPlan:
     num_tokens: int
     copies: StateCopies | None = None
     queries: int = 1
+    head_rests: bool = False  # a draft head makes no drafts
 
 
 @dataclass(slots=True)
@@ -250,6 +251,7 @@ class Scheduler:
         chunks: list[ScheduledSeq] = []
         may_start = bool(self._free_rows and self.waiting)
         queries = self._queries if self.lengths is None else self.lengths.choose(self.running, may_start)
+        head_rests = self.lengths is not None and self.lengths.head_rests
         num_tokens = self._schedule_decodes(decodes, queries)
         queries = max((entry.num_tokens for entry in decodes), default=1)
         if self.waiting or len(decodes) < len(self.running):
@@ -267,7 +269,8 @@ class Scheduler:
         self._step_tokens += num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         entries = (*decodes, *chunks)
-        return StepPlan(entries, len(decodes), num_tokens, self.blocks.copies(entries), queries)
+        copies = self.blocks.copies(entries)
+        return StepPlan(entries, len(decodes), num_tokens, copies, queries, head_rests)
 
     def update(
         self, plan: StepPlan, tokens: abc.Sequence[list[int]], reports: abc.Sequence[DraftReport] = ()
