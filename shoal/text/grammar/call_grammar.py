@@ -44,6 +44,7 @@ class CallWriter:
         self._schemas = schemas
         self._rules: list[str] = []
         self._names: dict[tuple[str, str], str] = {}  # rules by their bodies and options
+        self._arguments_of: dict[tuple[CallSyntax, str], str] = {}  # rules by syntax and tool
 
     def text(self, start: str) -> str:
         """Returns the grammar, whose first rule has the body `start`."""
@@ -79,9 +80,9 @@ class CallWriter:
     def call_after(self, head: str, syntax: CallSyntax) -> str:
         """Returns a body of one call, which may end before `syntax.end`."""
         found = []
-        for name, schema in self._schemas.items():
+        for name in self._schemas:
             begin = self.named(f"/{head.replace('{name}', literal(name))}/", "R")
-            found.append(f"{begin} {self._arguments(syntax, schema)}")
+            found.append(f"{begin} {self._arguments(syntax, name)}")
         return " | ".join(found)
 
     def _and_more(self, first: str, syntax: CallSyntax, many: bool) -> str:
@@ -95,16 +96,21 @@ class CallWriter:
             call = self.json(call_schema(self._schemas, syntax.key))
             return _joined((begin + syntax.before).removeprefix(opening), call, syntax.after)
         found = []
-        for name, schema in self._schemas.items():
+        for name in self._schemas:
             # A name and the text after it are one terminal, as a name may begin another name.
             middle, *more = syntax.middle.replace("{name}", name).split("{number}")
             head = (begin + syntax.before + name + middle).removeprefix(opening)
             number = "".join(f"/[0-9]{{1,3}}/ {lark_text(text)} " for text in more)
-            found.append(_joined(head, number + self._arguments(syntax, schema)))
+            found.append(_joined(head, number + self._arguments(syntax, name)))
         return " | ".join(found)
 
-    def _arguments(self, syntax: CallSyntax, schema: dict[str, Any]) -> str:
-        """Adds a rule for arguments and the text after them."""
+    def _arguments(self, syntax: CallSyntax, name: str) -> str:
+        """Returns the rule of a tool's arguments and the text after them, which is written once."""
+        if (syntax, name) not in self._arguments_of:
+            self._arguments_of[syntax, name] = self._written(syntax, self._schemas[name])
+        return self._arguments_of[syntax, name]
+
+    def _written(self, syntax: CallSyntax, schema: dict[str, Any]) -> str:
         if isinstance(syntax.argument, PairedArguments):
             arguments = PairWriter(self, syntax.argument, schema).arguments()
         elif syntax.argument is not None:
