@@ -15,6 +15,7 @@ from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, mamba_inputs
 
 DRAFTS, DECODES, PROMPT = 3, 3, 5
 WIDE = Heads(2, 4, 20, 37)
+CHANNELS = Heads(2, 2, 12, 20, has_channel_gates=True)
 KEPT = {"inputs_RCW": "kept_RKC", "states_RHNV": "kept_RKX", "states_RHVN": "kept_RKX"}
 
 

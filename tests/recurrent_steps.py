@@ -24,6 +24,7 @@ class Heads:
     heads: int
     key_dim: int
     value_dim: int
+    has_channel_gates: bool = False  # each number of a key forgets by itself
 
 
 # (row, first position, tokens) of each sequence; the first `decodes` ones decode
@@ -85,6 +86,10 @@ def delta_inputs(
     mixed = torch.randn(tokens, 2 * keys + heads.heads * heads.value_dim, device=device).to(dtype)
     q, k, v = mixed.split((keys, keys, heads.heads * heads.value_dim), dim=1)
     b_TH, a_TH = torch.randn(tokens, 2 * heads.heads, device=device).to(dtype).chunk(2, dim=1)
+    dt_bias = torch.randn(heads.heads, device=device)
+    if heads.has_channel_gates:
+        a_TH = torch.randn(tokens, heads.heads, heads.key_dim, device=device).to(dtype)
+        dt_bias = torch.randn(heads.heads, heads.key_dim, device=device)
     return dict(
         q_TKN=q.unflatten(1, (heads.keys, -1)),
         k_TKN=k.unflatten(1, (heads.keys, -1)),
@@ -92,7 +97,7 @@ def delta_inputs(
         a_TH=a_TH,
         b_TH=b_TH,
         a_log_H=torch.rand(heads.heads, device=device) * 2 - 2,
-        dt_bias_H=torch.randn(heads.heads, device=device),
+        dt_bias_H=dt_bias,
         states_RHNV=rows_of_states(
             rows, heads.heads, heads.key_dim, heads.value_dim, dtype=state_dtype, device=device
         ),

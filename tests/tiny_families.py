@@ -647,6 +647,27 @@ FAMILIES["bamba"] = (
     ),
     None,
 )
+FAMILIES["kimi-linear"] = (
+    "KimiLinearConfig",
+    dict(
+        num_hidden_layers=4,
+        layer_types=[LINEAR, FULL, LINEAR, LINEAR],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        num_key_value_heads=6,
+        linear_head_dim=12,
+        linear_num_heads=4,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
+    None,
+)
 LFM2 = dict(num_hidden_layers=4, layer_types=["conv", FULL, "conv", "conv"], norm_eps=1e-5)
 FAMILIES["lfm2"] = ("Lfm2Config", dict(**LFM2, block_multiple_of=32, tie_word_embeddings=True), None)
 FAMILIES["lfm2-moe"] = (
@@ -697,6 +718,7 @@ RECURRENT = (
     "granite4-mamba",
     "granite4-experts",
     "bamba",
+    "kimi-linear",
     "lfm2",
     "lfm2-moe",
     "nemotron-h",

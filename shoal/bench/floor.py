@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.kinds.latent import LatentKind
-from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, RecurrentKind, ShortConvKind
+from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind, Mamba2Kind, RecurrentKind, ShortConvKind
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
 
@@ -118,6 +118,11 @@ def _recurrence(kind: RecurrentKind, hidden: int) -> tuple[int, int, int]:
     if isinstance(kind, DeltaKind):
         values = kind.num_value_heads * kind.value_dim
         weights = hidden * (channels + 2 * values + 2 * kind.num_value_heads)
+        if isinstance(kind, ChannelDeltaKind):
+            keys, rank = kind.num_key_heads * kind.key_dim, kind.gate_rank
+            weights = hidden * (channels + values + kind.num_value_heads) + rank * (
+                2 * hidden + keys + values
+            )
     elif isinstance(kind, Mamba2Kind):
         weights = hidden * (channels + 2 * kind.inner_size + kind.num_heads)
     else:

@@ -237,6 +237,7 @@ class Ops(Protocol):
         eps: float,
         size: int,
         gate_first: bool,
+        activation: str = "silu",
     ) -> torch.Tensor: ...
 
     def delta_mixer(

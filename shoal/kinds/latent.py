@@ -23,7 +23,7 @@ class LatentKind:
     qk_rope_head_dim: int  # the rotated part
     v_head_dim: int
     scale: float  # the factor of q k^T before the softmax
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: keys and queries keep no position (Kimi Linear)
     interleaved: bool = True  # the pairs that are rotated: (2i, 2i + 1), or else (i, i + half)
     bias: bool = False  # in the projections to latents, and in the output's
     query_scaling: QueryScaling | None = None

@@ -41,6 +41,19 @@ class DeltaKind:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelDeltaKind(DeltaKind):
+    """A gated delta net in which each channel of a key forgets by a gate of its own (Kimi Linear). The gates
+    of keys and of results are made by two matrices each."""
+
+    gate_rank: int = 1  # the numbers between the two
+
+    def input_size(self, tp_size: int) -> int:
+        """Returns the numbers that change a state by one token: k, v, a for each channel, and b."""
+        keys, _, values = self.part_sizes
+        return (2 * keys + values + self.num_value_heads) // tp_size
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2Kind:
     """Mamba-2. Heads of a group share B and C, and their results are normed together."""
 

@@ -19,7 +19,8 @@ from shoal.layers.parallel import TensorParallel
 class ConvWeights(LoadingLayer):
     """`parts` are the channels of what the convolution runs over, such as q, k and v, each divided by itself.
     Where there are fewer units of a part than ranks, `replicas[i]` ranks have the same channels of part i. C
-    channels on this rank, W width."""
+    channels on this rank, W width. `names`: parts are tensors of their own in checkpoints, beside this
+    layer's place."""
 
     def __init__(
         self,
@@ -28,20 +29,33 @@ class ConvWeights(LoadingLayer):
         tp: TensorParallel,
         bias: bool,
         replicas: Sequence[int] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.tp, self.full_parts, self.width = tp, tuple(parts), width
-        self.replicas = tuple(replicas or (1,) * len(parts))
+        self.replicas, self.names = tuple(replicas or (1,) * len(parts)), tuple(names)
         self.parts = [size * same // tp.size for size, same in zip(parts, self.replicas)]
         self.weight_CW = nn.Parameter(torch.empty(sum(self.parts), width), requires_grad=False)
         self.bias_C = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        if self.names:
+            stem, start = path.rpartition(".")[0], 0
+            for name, size, length in zip(self.names, self.full_parts, self.parts):
+                shape, own = (size, 1, self.width), self.weight_CW[start : start + length]
+                yield CheckpointTensor(f"{stem}.{name}.weight", shape, partial(self._load_part, own, shape))
+                start += length
+            return
         channels = sum(self.full_parts)
         shape = channels, 1, self.width
         yield CheckpointTensor(f"{path}.weight", shape, partial(self._load, self.weight_CW, shape))
         if self.bias_C is not None:
             yield CheckpointTensor(f"{path}.bias", (channels,), partial(self._load, self.bias_C, (channels,)))
+
+    def _load_part(self, own: torch.Tensor, shape: tuple[int, ...], tensor: Loaded, name: str) -> None:
+        check_shape(name, tuple(tensor.shape), shape)
+        plain = tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize()
+        copy_into(own, plain[self.tp.rank * len(own) :][: len(own)].reshape(own.shape), name)
 
     def _load(self, parameter: torch.Tensor, shape: tuple[int, ...], tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), shape)

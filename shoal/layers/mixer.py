@@ -7,9 +7,9 @@ from torch import nn
 from shoal.attention.backend import AttentionShape, Backends
 from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
-from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
+from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.attention import Attention, attention_shape
-from shoal.layers.delta_net import DeltaNet
+from shoal.layers.delta_net import DeltaNet, KimiDelta
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.latent import LatentAttention, latent_shape
 from shoal.layers.mamba2 import Mamba2
@@ -26,6 +26,8 @@ def mixer_shape(kind: AttentionKind | LatentKind, tp_size: int) -> AttentionShap
 def build_mixer(
     config: ModelConfig, kind: MixerKind, tp: TensorParallel, ops: Ops, backends: Backends
 ) -> nn.Module:
+    if isinstance(kind, ChannelDeltaKind):
+        return KimiDelta(config, kind, tp, ops)
     if isinstance(kind, DeltaKind):
         return DeltaNet(config, kind, tp, ops)
     if isinstance(kind, Mamba2Kind):

@@ -15,7 +15,7 @@ from shoal.models.config_rope import rope_values
 
 
 def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    """Returns the config with latent attention in every layer."""
+    """Returns the config with latent attention in the place of other attention."""
     rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
     nope, rotary = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
     if rotary % 2:
@@ -28,9 +28,10 @@ def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
             f"{fields.where}: attention_bias must be false where q_lora_rank is null, got true; no published "
             "model has both"
         )
-    assert config.attention.rope is not None
-    # A config says which share of a key is rotated, and qk_rope_head_dim says how many numbers that are.
-    rope = replace(config.attention.rope, partial=1.0)
+    rope = config.attention.rope
+    if rope is not None:
+        # A config says which share of a key is rotated, and qk_rope_head_dim says how many numbers that are.
+        rope = replace(rope, partial=1.0)
     kind = LatentKind(
         num_heads=config.attention.num_heads,
         q_lora_rank=rank,
@@ -44,25 +45,30 @@ def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         bias=bias,
         query_scaling=_query_scaling(rope, fields),
     )
-    return replace(config, layers=tuple(replace(layer, mixer=kind) for layer in config.layers))
+    return replace(
+        config,
+        layers=tuple(
+            layer if layer.attention is None else replace(layer, mixer=kind) for layer in config.layers
+        ),
+    )
 
 
 def _rope_fields(fields: ConfigFields) -> ConfigFields:
     return ConfigFields(rope_values(fields), f"{fields.where}: rope")
 
 
-def _scale_factor(rope: RopeConfig, fields: ConfigFields) -> float:
+def _scale_factor(rope: RopeConfig | None, fields: ConfigFields) -> float:
     """Scaled ropes also scale the scores, in addition to what they do to cosines and sines."""
     given = _rope_fields(fields)
-    if rope.kind == "default" or not given.get("mscale_all_dim"):
+    if rope is None or rope.kind == "default" or not given.get("mscale_all_dim"):
         return 1.0
     factor = rope.factor
     mscale = 0.1 * given.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
     return mscale * mscale
 
 
-def _query_scaling(rope: RopeConfig, fields: ConfigFields) -> QueryScaling | None:
+def _query_scaling(rope: RopeConfig | None, fields: ConfigFields) -> QueryScaling | None:
     given = _rope_fields(fields)
-    if not given.get("llama_4_scaling_beta"):
+    if rope is None or not given.get("llama_4_scaling_beta"):
         return None
     return QueryScaling(given.number("llama_4_scaling_beta"), rope.original_max_position_embeddings)

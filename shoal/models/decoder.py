@@ -150,9 +150,12 @@ def rounded(value: float) -> float:
 
 def rope_table(attention: AttentionKind | LatentKind, max_position: int) -> torch.Tensor | None:
     """[max_position, rotary_dim] float32: cosines, then sines, of each position's angles, multiplied by
-    the rope's attention factor. None: the layer has no rope."""
+    the rope's attention factor. None: the layer has no rope. Kernels of latents rotate always, by angles of 0
+    where there is no rope."""
     if attention.rope is None:
-        return None
+        if isinstance(attention, AttentionKind):
+            return None
+        return torch.eye(2).repeat_interleave(attention.rotary_dim // 2, 1)[:1].repeat(max_position, 1)
     inverse, factor = rope_frequencies(attention.rope, attention.rotary_dim, max_position)
     angles = torch.outer(
         torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32)

@@ -24,7 +24,7 @@ from shoal.models.families import (
     smollm3,
     youtu,
 )
-from shoal.models.hybrids import bamba, granite_hybrid, lfm2, nemotron_h, qwen3_5, qwen3_next
+from shoal.models.hybrids import bamba, granite_hybrid, kimi_linear, lfm2, nemotron_h, qwen3_5, qwen3_next
 from shoal.models.mixtures import (
     deepseek_v2,
     deepseek_v3,
@@ -87,6 +87,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_next.ARCHITECTURE,
     qwen3_5.DENSE,
     qwen3_5.SPARSE,
+    kimi_linear.ARCHITECTURE,
     lfm2.DENSE,
     lfm2.SPARSE,
     nemotron_h.ARCHITECTURE,

@@ -69,7 +69,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (
             *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_float),
-            *(c_int, c_int, c_int, c_int, c_void_p),
+            *(c_int, c_int, c_int, c_int, c_int, c_void_p),
         ),
     ),
     "shoal_begin_verification": (None, (c_void_p, c_void_p, c_int, c_int, *(c_void_p,) * 7)),
@@ -155,7 +155,7 @@ class Heads(ctypes.Structure):
         {
             c_void_p: "q k v a b a_log dt_bias d out",
             c_int64: "q_stride k_stride v_stride a_stride b_stride",
-            c_int32: "keys heads key_dim value_dim",
+            c_int32: "keys heads key_dim value_dim gates",
             c_float: "least_dt most_dt",
         }
     )

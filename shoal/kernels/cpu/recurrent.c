@@ -30,12 +30,12 @@ typedef struct {
 } Span;
 
 // k, q [tokens, keys, key_dim] and v, out [tokens, heads, value_dim] for the delta rule; B, C and x, out in these places for
-// Mamba-2. a is dt without its bias; b, d and limits belong to one of the two.
+// Mamba-2. a is dt without its bias, [tokens, heads, gates]; with one gate for each number of a key, each forgets by itself; b, d and limits belong to one of the two.
 typedef struct {
     const float *q, *k, *v, *a, *b, *a_log, *dt_bias, *d;
     float *out;
     int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
-    int32_t keys, heads, key_dim, value_dim;
+    int32_t keys, heads, key_dim, value_dim, gates;
     float least_dt, most_dt;
 } Heads;
 
@@ -154,9 +154,12 @@ static void delta_unit(void *shared, int unit, int thread) {
     (void)thread;
     if (first - span.pending == last) return;
     Vector state[keys * REGISTERS];
-    float buffers[3][keys], *q = buffers[0], *k = buffers[1], *before = buffers[2], decay = 1;
+    float buffers[7][keys], *q = buffers[0], *k = buffers[1], *before = buffers[2], *decay = buffers[3], *next = buffers[4];
+    float *decayed_q = buffers[5], *decayed_k = buffers[6];
+    const int gates = h->gates;
     Vector change[REGISTERS] = {0};
     memset(before, 0, (size_t)keys * 4);
+    for (int n = 0; n < keys; n++) decay[n] = 1;
     if (is_new || count < COLUMNS) memset(state, 0, sizeof(state));
     if (!is_new)
         for (int n = 0; n < keys; n++) load_numbers((float *)(state + n * REGISTERS), s, at + (int64_t)n * h->value_dim, count);
@@ -168,37 +171,41 @@ static void delta_unit(void *shared, int unit, int thread) {
         const float *own_k = is_own ? h->k + t * h->k_stride + shared_head : kept + shared_head;
         const float *own_q = is_own ? h->q + t * h->q_stride + shared_head : own_k;    // a pending token has no result
         const float *own_v = (is_own ? h->v + t * h->v_stride : kept + all_keys) + (int64_t)head * h->value_dim + column;
-        const float own_a = (is_own ? h->a + t * h->a_stride : kept + all_keys + all_values)[head];
-        const float own_b = (is_own ? h->b + t * h->b_stride : kept + all_keys + all_values + h->heads)[head];
+        const float *own_a = (is_own ? h->a + t * h->a_stride : kept + all_keys + all_values) + (int64_t)head * gates;
+        const float own_b = (is_own ? h->b + t * h->b_stride : kept + all_keys + all_values + h->heads * gates)[head];
         if (is_own) prefetch(own_q, h->q_stride, keys, last - t), prefetch(own_k, h->k_stride, keys, last - t), prefetch(own_v, h->v_stride, count, last - t);
         normalize(own_q, keys, 1 / sqrtf((float)keys), q);
         normalize(own_k, keys, 1, k);
+        for (int n = 0; n < keys; n++) {
+            next[n] = n < gates ? expf(rate * softplus(own_a[n] + h->dt_bias[(int64_t)head * gates + n])) : next[0];
+            decayed_q[n] = next[n] * q[n], decayed_k[n] = next[n] * k[n];
+        }
         Vector seen[REGISTERS] = {0}, result[REGISTERS] = {0};
         for (int n = 0; n < keys; n++)
             for (int i = 0; i < REGISTERS; i++) {
-                Vector x = decay * state[n * REGISTERS + i] + before[n] * change[i];
+                Vector x = decay[n] * state[n * REGISTERS + i] + before[n] * change[i];
                 if (rounds) x = rounded(x);
                 state[n * REGISTERS + i] = x;
-                seen[i] += k[n] * x;
-                result[i] += q[n] * x;
+                seen[i] += decayed_k[n] * x;
+                result[i] += decayed_q[n] * x;
             }
         if (t == span.stored + 1)
             for (int n = 0; n < keys; n++) store_numbers(s, at + (int64_t)n * h->value_dim, (float *)(state + n * REGISTERS), count);
-        decay = expf(rate * softplus(own_a + h->dt_bias[head]));
         const float beta = 1 / (1 + expf(-own_b)), qk = product(q, k, keys);
         float *v = (float *)change, *out = (float *)result;
         memset(change, 0, sizeof(change));
         memcpy(v, own_v, (size_t)count * 4);
         for (int i = 0; i < REGISTERS; i++) {
-            change[i] = (change[i] - decay * seen[i]) * beta;
-            result[i] = decay * result[i] + qk * change[i];
+            change[i] = (change[i] - seen[i]) * beta;
+            result[i] += qk * change[i];
         }
         if (is_own) memcpy(h->out + (t * h->heads + head) * h->value_dim + column, out, (size_t)count * 4);
         float *swap = before;
         before = k, k = swap;
+        swap = decay, decay = next, next = swap;
     }
     for (int n = 0; n < keys && span.stored == last - 1; n++) {
-        for (int i = 0; i < REGISTERS; i++) state[n * REGISTERS + i] = decay * state[n * REGISTERS + i] + before[n] * change[i];
+        for (int i = 0; i < REGISTERS; i++) state[n * REGISTERS + i] = decay[n] * state[n * REGISTERS + i] + before[n] * change[i];
         store_numbers(s, at + (int64_t)n * h->value_dim, (float *)(state + n * REGISTERS), count);
     }
 }
@@ -209,7 +216,7 @@ void shoal_gated_delta(const Heads *heads, const States *states) {
     parallel(delta_unit, &scan, states->num_seqs * heads->heads * scan.parts);
     const int keys = heads->keys * heads->key_dim, values = heads->heads * heads->value_dim;
     const Piece pieces[] = {{heads->k, heads->k_stride, keys}, {heads->v, heads->v_stride, values},
-                            {heads->a, heads->a_stride, heads->heads}, {heads->b, heads->b_stride, heads->heads}};
+                            {heads->a, heads->a_stride, heads->heads * heads->gates}, {heads->b, heads->b_stride, heads->heads}};
     keep_drafts(states, pieces, 4);
 }
 
@@ -395,8 +402,10 @@ typedef struct {
     const float *x, *gate, *weight;
     float *out, eps;
     int64_t x_stride, gate_stride;
-    int rows, parts, size, weight_size, gate_first;
+    int rows, parts, size, weight_size, gate_first, is_sigmoid;
 } GatedNorm;
+
+INLINE float gate_of(const GatedNorm *op, float x) { return op->is_sigmoid ? 1 / (1 + fast_exp(x > -80 ? -x : 80)) : silu_of(x); }
 
 static void gated_norm_unit(void *shared, int unit, int thread) {
     const GatedNorm *op = shared;
@@ -408,22 +417,22 @@ static void gated_norm_unit(void *shared, int unit, int thread) {
         const float *restrict weight = op->weight + column % op->weight_size;
         float *restrict y = op->out + r * n;
         if (op->gate_first) {
-            for (int i = 0; i < n; i++) y[i] = x[i] * silu_of(gate[i]);
+            for (int i = 0; i < n; i++) y[i] = x[i] * gate_of(op, gate[i]);
             const float scale = 1 / sqrtf(product(y, y, n) / (float)n + op->eps);
             for (int i = 0; i < n; i++) y[i] *= scale * weight[i];
         } else {
             const float scale = 1 / sqrtf(product(x, x, n) / (float)n + op->eps);
-            for (int i = 0; i < n; i++) y[i] = x[i] * scale * weight[i] * silu_of(gate[i]);
+            for (int i = 0; i < n; i++) y[i] = x[i] * scale * weight[i] * gate_of(op, gate[i]);
         }
     }
 }
 
-// out [tokens, parts * size]: x normed in parts, multiplied by silu(gate) before the norm or after it. The weights of the parts
+// out [tokens, parts * size]: x normed in parts, multiplied by silu(gate) or sigmoid(gate) before the norm or after it. The weights of the parts
 // repeat after weight_size numbers.
 void shoal_gated_norm(const float *x, int64_t x_stride, const float *gate, int64_t gate_stride, const float *weight, int weight_size, float eps,
-                      int tokens, int parts, int size, int gate_first, float *out) {
+                      int tokens, int parts, int size, int gate_first, int is_sigmoid, float *out) {
     GatedNorm op = {.x = x, .x_stride = x_stride, .gate = gate, .gate_stride = gate_stride, .weight = weight, .weight_size = weight_size,
-                    .eps = eps, .rows = tokens * parts, .parts = parts, .size = size, .gate_first = gate_first, .out = out};
+                    .eps = eps, .rows = tokens * parts, .parts = parts, .size = size, .gate_first = gate_first, .is_sigmoid = is_sigmoid, .out = out};
     const int each = NORM_ELEMENTS / size + 1;
     parallel(gated_norm_unit, &op, (op.rows + each - 1) / each);
 }

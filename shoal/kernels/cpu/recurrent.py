@@ -72,6 +72,7 @@ def gated_delta(
         q_TKN.shape[1],
         v_THV.shape[1],
         *states_RHNV.shape[2:],
+        dt_bias_H.numel() // v_THV.shape[1],
     )
     states = _describe(states_RHNV, sequences, kept_RKX)
     LIBRARY.shoal_gated_delta(ctypes.addressof(heads), ctypes.addressof(states))
@@ -108,6 +109,7 @@ def mamba2(
         x_THV.shape[1],
         b_TGN.shape[2],
         x_THV.shape[2],
+        1,
         *limits,
     )
     states = _describe(states_RHVN, sequences, kept_RKX)
@@ -116,10 +118,16 @@ def mamba2(
 
 
 def gated_norm(
-    x_TX: torch.Tensor, gate_TX: torch.Tensor, weight: torch.Tensor, eps: float, size: int, gate_first: bool
+    x_TX: torch.Tensor,
+    gate_TX: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    size: int,
+    gate_first: bool,
+    activation: str = "silu",
 ) -> torch.Tensor:
     if LIBRARY is None or not _floats(x_TX, gate_TX):
-        return reference.gated_norm(x_TX, gate_TX, weight, eps, size, gate_first)
+        return reference.gated_norm(x_TX, gate_TX, weight, eps, size, gate_first, activation)
     (tokens, width), weights = x_TX.shape, weight.float().contiguous()
     assert gate_TX.shape == x_TX.shape and width % size == 0 and width % weights.numel() == 0
     out_TX = torch.empty((tokens, width))
@@ -135,6 +143,7 @@ def gated_norm(
         width // size,
         size,
         gate_first,
+        activation == "sigmoid",
         out_TX.data_ptr(),
     )
     return out_TX

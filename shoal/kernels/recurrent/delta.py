@@ -46,10 +46,14 @@ def normed(x):
 
 
 @triton.jit
-def _next_state(state, k, v, a, b, rate, dt_bias):
-    """Returns the state [N, V] after a token. k is not normed yet."""
+def _next_state(state, k, v, a, b, rate, dt_bias, GATES: tl.constexpr):
+    """Returns the state [N, V] after a token. k is not normed yet. GATES: of a head."""
     k = normed(k.to(tl.float32))
-    state *= tl.exp(rate * softplus(a.to(tl.float32) + dt_bias))
+    decay = tl.exp(rate * softplus(a.to(tl.float32) + dt_bias))
+    if GATES > 1:
+        state *= decay[:, None]
+    else:
+        state *= decay
     change = (v.to(tl.float32) - tl.sum(state * k[:, None], axis=0)) * sigmoid(b.to(tl.float32))
     return state + k[:, None] * change[None, :]
 
@@ -85,6 +89,7 @@ def _delta_token_kernel(
     SHARED: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -104,19 +109,24 @@ def _delta_token_kernel(
     # Earlier kernels of this step write other layers' states, so this one may be read before they are done.
     state = tl.load(state_ptr + at, mask=mask & goes_on, other=0.0, cache_modifier=".cg").to(tl.float32)
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if GATES > 1:  # each number of a key has one
+        gates, gate_mask = head * N + n, n < N
+    else:
+        gates, gate_mask = head, True
+    dt_bias = tl.load(dt_bias_ptr + gates, mask=gate_mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     keys = head // SHARED * N + n
     if DRAFTS:
         all_keys: tl.constexpr = H // SHARED * N
         for i in range(pending):
             slot_ptr = kept_slot(
-                kept_ptr, row, stride_kept, position - pending + i, SLOTS, all_keys + H * V + 2 * H
+                kept_ptr, row, stride_kept, position - pending + i, SLOTS, all_keys + H * V + (GATES + 1) * H
             )
             k = tl.load(slot_ptr + keys, mask=n < N, other=0.0)
             v = tl.load(slot_ptr + all_keys + head * V + c, mask=c < V, other=0.0)
-            gates_ptr = slot_ptr + all_keys + H * V + head
-            state = _next_state(state, k, v, tl.load(gates_ptr), tl.load(gates_ptr + H), rate, dt_bias)
+            gates_ptr = slot_ptr + all_keys + H * V
+            a, b = tl.load(gates_ptr + gates, mask=gate_mask), tl.load(gates_ptr + GATES * H + head)
+            state = _next_state(state, k, v, a, b, rate, dt_bias, GATES)
             state = state.to(states_ptr.dtype.element_ty).to(tl.float32)
         if (last == first) & (pending > 0):
             tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=mask)
@@ -125,8 +135,9 @@ def _delta_token_kernel(
         q = normed(tl.load(q_ptr + token * stride_q + keys, mask=n < N, other=0.0).to(tl.float32))
         k = tl.load(k_ptr + token * stride_k + keys, mask=n < N, other=0.0)
         v = tl.load(v_ptr + token * stride_v + head * V + c, mask=c < V, other=0.0)
-        a, b = tl.load(a_ptr + token * stride_a + head), tl.load(b_ptr + token * stride_b + head)
-        state = _next_state(state, k, v, a, b, rate, dt_bias)
+        a = tl.load(a_ptr + token * stride_a + gates, mask=gate_mask, other=0.0)
+        b = tl.load(b_ptr + token * stride_b + head)
+        state = _next_state(state, k, v, a, b, rate, dt_bias, GATES)
         out = tl.sum(state * q[:, None], axis=0) * (N**-0.5)
         tl.store(out_ptr + (token * H + head) * V + c, out.to(out_ptr.dtype.element_ty), mask=c < V)
         if DRAFTS:
@@ -337,16 +348,19 @@ def gated_delta(
     (num_tokens, num_keys, size), (_, heads, columns) = q_TKN.shape, v_THV.shape
     for x in (q_TKN, k_TKN, v_THV):
         assert x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == v_THV.dtype
-    assert a_TH.stride(1) == b_TH.stride(1) == 1 and heads % num_keys == 0 and states_RHNV[0].is_contiguous()
+    assert a_TH.stride(-1) == b_TH.stride(1) == 1 and heads % num_keys == 0 and states_RHNV[0].is_contiguous()
     new = v_THV.new_empty
     out_THV = new(num_tokens, heads, columns)
     strides = [x.stride(0) for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH)]
     inputs = (q_TKN, k_TKN, v_THV, a_TH, b_TH, a_log_H, dt_bias_H)
     memory = (states_RHNV, sequences.rows_S, sequences.starts_S, sequences.positions_T, out_THV)
     row_stride, spare_row = states_RHNV.stride(0), len(states_RHNV) - 1
-    sizes = dict(H=heads, SHARED=heads // num_keys, N=size, V=columns)
+    gates = dt_bias_H.numel() // heads
+    assert gates in (1, size) and (a_TH.dim() == 2 or a_TH.stride(1) == size)
+    sizes = dict(H=heads, SHARED=heads // num_keys, N=size, V=columns, GATES=gates)
     num_seqs = len(sequences.rows_S)
-    by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) else num_seqs
+    # Gates of channels are not computed in chunks yet.
+    by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) and gates == 1 else num_seqs
     prompts = num_seqs - by_token
     whole = next_power_of_2(columns)
     drafts, draft_sizes = draft_arguments(sequences, kept_RKX)

@@ -15,9 +15,14 @@ ELEMENTS = 1024  # a program has as many, where parts are smaller
 
 
 @triton.jit
-def norm_and_gate(x, gate, weight, eps, SIZE: tl.constexpr, GATE_FIRST: tl.constexpr):
+def norm_and_gate(
+    x, gate, weight, eps, SIZE: tl.constexpr, GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr = False
+):
     """Returns the rows of x, parts of SIZE numbers, normed, weighted and gated. The gate is in float32."""
-    gate *= sigmoid(gate)
+    if SIGMOID:
+        gate = sigmoid(gate)
+    else:
+        gate *= sigmoid(gate)
     x32 = x.to(tl.float32)
     if GATE_FIRST:
         x32 *= gate
@@ -43,6 +48,7 @@ def _gated_norm_kernel(
     SIZE: tl.constexpr,
     WEIGHTS: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -56,12 +62,18 @@ def _gated_norm_kernel(
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + token * stride_x + column, mask=mask, other=0.0)
     gate = tl.load(gate_ptr + token * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
-    gated = norm_and_gate(x, gate, weight, eps, SIZE, GATE_FIRST)
+    gated = norm_and_gate(x, gate, weight, eps, SIZE, GATE_FIRST, SIGMOID)
     tl.store(out_ptr + token * (PARTS * SIZE) + column, gated, mask=mask)
 
 
 def gated_norm(
-    x_TX: torch.Tensor, gate_TX: torch.Tensor, weight: torch.Tensor, eps: float, size: int, gate_first: bool
+    x_TX: torch.Tensor,
+    gate_TX: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    size: int,
+    gate_first: bool,
+    activation: str = "silu",
 ) -> torch.Tensor:
     """As reference.gated_norm."""
     num_tokens, width = x_TX.shape
@@ -85,6 +97,7 @@ def gated_norm(
             SIZE=size,
             WEIGHTS=weight.numel(),
             GATE_FIRST=gate_first,
+            SIGMOID=activation == "sigmoid",
             ROWS=rows,
             BLOCK=block,
             num_warps=min(max(rows * block // 256, 1), 16),

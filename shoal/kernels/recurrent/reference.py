@@ -72,7 +72,8 @@ def gated_delta(
 ) -> torch.Tensor:
     """Returns the gated delta rule's outputs, [T, H, V] (Yang 2024). q and k are divided by their norms, and
     q by the root of N. Consecutive value heads share a key head. `kept_RKX`: k, v, a and b of drafts
-    (DraftSpans)."""
+    (DraftSpans). In Kimi Linear a and dt_bias have a number for each channel of a key, a_THN and dt_bias_HN,
+    by which that channel of the state forgets."""
     spans = _Spans(sequences, kept_RKX)
     q_TKN = spans.with_blanks(q_TKN)
     k_EKN, v_EHV, a_EH, b_EH = spans.with_pending(k_TKN, v_THV, a_TH, b_TH)
@@ -82,11 +83,13 @@ def gated_delta(
         for x in (q_TKN.float(), k_EKN.float())
     )
     q_EHN, v32_EHV = q_EHN * q_TKN.shape[2] ** -0.5, v_EHV.float()
-    decay_EH = torch.exp(-a_log_H.float().exp() * F.softplus(a_EH.float() + dt_bias_H.float()))
+    heads, steps_EHX = v_THV.shape[1], F.softplus(a_EH.float() + dt_bias_H.float())
+    steps_EHX = steps_EHX.view(-1, heads, dt_bias_H.numel() // heads)
+    decay_EHX = torch.exp(-a_log_H.float().exp()[:, None] * steps_EHX)
     beta_EH, out_EHV = b_EH.float().sigmoid(), torch.zeros(v_EHV.shape, device=v_THV.device)
     states = spans.begin(states_RHNV)
     for i, t in spans.tokens():
-        state = states[i] * decay_EH[t][..., None, None]
+        state = states[i] * decay_EHX[t].unsqueeze(-1)
         seen = (state * k_EHN[t].unsqueeze(-1)).sum(-2)
         change = (v32_EHV[t] - seen) * beta_EH[t].unsqueeze(-1)
         states[i] = state + k_EHN[t].unsqueeze(-1) * change.unsqueeze(-2)
@@ -130,11 +133,17 @@ def mamba2(
 
 
 def gated_norm(
-    x_TX: torch.Tensor, gate_TX: torch.Tensor, weight: torch.Tensor, eps: float, size: int, gate_first: bool
+    x_TX: torch.Tensor,
+    gate_TX: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    size: int,
+    gate_first: bool,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """Returns x normed in parts of `size` numbers, and multiplied by silu(gate) before the norm or after it.
-    `weight` is a part's or a token's."""
-    x32, gate32 = x_TX.float(), F.silu(gate_TX.float())
+    """Returns x normed in parts of `size` numbers, and multiplied by silu(gate) or sigmoid(gate) before the
+    norm or after it. `weight` is a part's or a token's."""
+    x32, gate32 = x_TX.float(), (F.silu if activation == "silu" else torch.sigmoid)(gate_TX.float())
     if gate_first:
         x32 = x32 * gate32
     parts = x32.unflatten(1, (-1, size))

@@ -11,7 +11,7 @@ from shoal.kernels.layer_cache import LayerMemory, LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.latent import LatentKind
-from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
+from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.experts import MoE
 from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
@@ -26,6 +26,7 @@ NAMES = {
     AttentionKind: "self_attn",
     LatentKind: "self_attn",
     DeltaKind: "linear_attn",
+    ChannelDeltaKind: "self_attn",
     Mamba2Kind: "mamba",
     ShortConvKind: "conv",
 }

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GraniteMoeHybridConfig, Lfm2Config
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
@@ -20,7 +24,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.recurrent import reference
-from tests.recurrent_drafts import draft_cases, follow_drafts
+from tests.recurrent_drafts import CHANNELS, draft_cases, follow_drafts
 from tests.recurrent_steps import (
     STEPS,
     Heads,
@@ -34,7 +38,8 @@ from tests.recurrent_steps import (
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 STEP = pytest.mark.parametrize("step", STEPS)
-HEADS = pytest.mark.parametrize("heads", [Heads(2, 4, 16, 8), Heads(3, 3, 20, 37)], ids=str)
+SHAPES = [Heads(2, 4, 16, 8), Heads(3, 3, 20, 37)]
+HEADS = pytest.mark.parametrize("heads", SHAPES, ids=str)
 NEEDS_C = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -45,13 +50,19 @@ def seed() -> None:
 
 
 @STEP
-@HEADS
+@pytest.mark.parametrize("heads", [*SHAPES, CHANNELS], ids=str)
 def test_the_delta_rule_is_the_one_of_transformers(step: str, heads: Heads) -> None:
     sequences, rows = make_sequences(step)
     inputs = delta_inputs(sequences, rows, heads, torch.float32, torch.float32)
     before = inputs["states_RHNV"].clone()
     out_THV = reference.gated_delta(**inputs)
-    g_TH = -inputs["a_log_H"].exp() * F.softplus(inputs["a_TH"] + inputs["dt_bias_H"])
+    rate_H, functions = (
+        -inputs["a_log_H"].exp(),
+        (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule),
+    )
+    if heads.has_channel_gates:
+        rate_H, functions = rate_H[:, None], (chunk_kimi_delta_attention, recurrent_kimi_delta_attention)
+    g_TH = rate_H * F.softplus(inputs["a_TH"] + inputs["dt_bias_H"])
     tokens = (inputs["q_TKN"], inputs["k_TKN"], inputs["v_THV"], g_TH, inputs["b_TH"].sigmoid())
     shared = heads.heads // heads.keys
     starts = sequences.starts_S.tolist()
@@ -60,7 +71,7 @@ def test_the_delta_rule_is_the_one_of_transformers(step: str, heads: Heads) -> N
             continue
         q, k, v, g, beta = (x[None, first:last] for x in tokens)
         state = None if sequences.positions_T[first] == 0 else before[None, row]
-        for function in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
+        for function in functions:
             want, last_state = function(
                 q.repeat_interleave(shared, 2),
                 k.repeat_interleave(shared, 2),
@@ -192,7 +203,7 @@ def test_the_norm_before_a_gate_is_the_one_of_transformers() -> None:
 
 @NEEDS_C
 @STEP
-@HEADS
+@pytest.mark.parametrize("heads", [*SHAPES, CHANNELS], ids=str)
 @STATES
 def test_the_c_delta_rule_is_the_references(step: str, heads: Heads, state_dtype: torch.dtype) -> None:
     sequences, rows = make_sequences(step, spare_tokens=2)
@@ -222,13 +233,15 @@ def test_the_c_convolution_is_the_references(step: str, width: int, bias: bool) 
 
 
 @NEEDS_C
-@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("gate_first", "activation"), [(False, "silu"), (True, "silu"), (False, "sigmoid")])
 @pytest.mark.parametrize(("size", "weights"), [(12, 12), (12, 36), (36, 36)])
-def test_the_c_gated_norm_is_the_references(size: int, weights: int, gate_first: bool) -> None:
+def test_the_c_gated_norm_is_the_references(
+    size: int, weights: int, gate_first: bool, activation: str
+) -> None:
     x, gate, weight = torch.randn(7, 36), torch.randn(7, 40)[:, 3:39], torch.randn(weights)
     torch.testing.assert_close(
-        cpu_ops.gated_norm(x, gate, weight, 1e-6, size, gate_first),
-        reference.gated_norm(x, gate, weight, 1e-6, size, gate_first),
+        cpu_ops.gated_norm(x, gate, weight, 1e-6, size, gate_first, activation),
+        reference.gated_norm(x, gate, weight, 1e-6, size, gate_first, activation),
         **CLOSE,
     )
 
@@ -262,3 +275,11 @@ def test_rejected_drafts_leave_no_trace_in_c(op: str, seed: int, state_dtype: to
     state, make = draft_cases(torch.float32, state_dtype)[op]
     function = getattr(cpu_ops, op)
     follow_drafts(function, function, make, state, seed, rtol=0, atol=0)
+
+
+@NEEDS_C
+@pytest.mark.parametrize("seed", range(3))
+def test_rejected_drafts_leave_no_trace_in_states_with_channel_gates(seed: int) -> None:
+    state, make = draft_cases(torch.float32, torch.float32, CHANNELS)["gated_delta"]
+    follow_drafts(cpu_ops.gated_delta, cpu_ops.gated_delta, make, state, seed, rtol=0, atol=0)
+    follow_drafts(cpu_ops.gated_delta, reference.gated_delta, make, state, seed, **CLOSE)

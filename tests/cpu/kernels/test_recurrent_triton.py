@@ -9,7 +9,7 @@ import torch
 
 from shoal.kernels import triton_ops
 from shoal.kernels.recurrent import delta, mamba, reference
-from tests.recurrent_drafts import draft_cases, follow_drafts
+from tests.recurrent_drafts import CHANNELS, draft_cases, follow_drafts
 from tests.recurrent_steps import (
     MIXERS,
     STEPS,
@@ -27,7 +27,8 @@ HALF = dict(rtol=2e-2, atol=2e-2)  # float16 numbers are rounded before matmuls,
 SMALL = Heads(1, 2, 8, 8)
 CHUNKS = pytest.mark.parametrize("in_chunks", [False, True], ids=["by_token", "in_chunks"])
 STEP = pytest.mark.parametrize("step", STEPS)
-HEADS = pytest.mark.parametrize("heads", [Heads(1, 2, 16, 8), Heads(2, 2, 20, 37)], ids=str)
+SHAPES = [Heads(1, 2, 16, 8), Heads(2, 2, 20, 37)]
+HEADS = pytest.mark.parametrize("heads", SHAPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_convolutions_equal_the_reference(step: str, width: int, bias: bool) -> 
 
 
 @STEP
-@HEADS
+@pytest.mark.parametrize("heads", [*SHAPES, CHANNELS], ids=str)
 @CHUNKS
 def test_delta_rules_equal_the_reference(
     step: str, heads: Heads, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
@@ -101,11 +102,11 @@ def test_half_precision_and_open_limits() -> None:
     compare(triton_ops.mamba2, reference.mamba2, inputs, "states_RHVN", **HALF)
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("gate_first", "activation"), [(False, "silu"), (True, "silu"), (False, "sigmoid")])
 @pytest.mark.parametrize(("size", "weights"), [(12, 12), (12, 36), (36, 36)])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16], ids=str)
 def test_gated_norms_equal_the_reference(
-    size: int, weights: int, gate_first: bool, weight_dtype: torch.dtype
+    size: int, weights: int, gate_first: bool, activation: str, weight_dtype: torch.dtype
 ) -> None:
     for dtype in (torch.float32, torch.float16):
         if weight_dtype not in (dtype, torch.float32):
@@ -113,8 +114,8 @@ def test_gated_norms_equal_the_reference(
         x, gate = torch.randn(97, 36).to(dtype), torch.randn(97, 40).to(dtype)[:, 3:39]
         weight = torch.randn(weights).to(weight_dtype)
         torch.testing.assert_close(
-            triton_ops.gated_norm(x, gate, weight, 1e-6, size, gate_first),
-            reference.gated_norm(x, gate, weight, 1e-6, size, gate_first),
+            triton_ops.gated_norm(x, gate, weight, 1e-6, size, gate_first, activation),
+            reference.gated_norm(x, gate, weight, 1e-6, size, gate_first, activation),
             **(CLOSE if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)),
         )
 
@@ -126,6 +127,11 @@ def test_rejected_drafts_leave_no_trace(op: str, in_chunks: bool, monkeypatch: p
         monkeypatch.setattr(module, "takes_chunks", lambda dtype: in_chunks)
     state, make = draft_cases(torch.float32, torch.float32, SMALL)[op]
     follow_drafts(getattr(triton_ops, op), getattr(reference, op), make, state, 1, 6, **CLOSE)
+
+
+def test_rejected_drafts_leave_no_trace_in_states_with_channel_gates() -> None:
+    state, make = draft_cases(torch.float32, torch.float32, CHANNELS)["gated_delta"]
+    follow_drafts(triton_ops.gated_delta, reference.gated_delta, make, state, 1, 6, **CLOSE)
 
 
 def test_states_in_bfloat16_are_rounded_as_without_drafts() -> None:

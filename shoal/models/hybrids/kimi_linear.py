@@ -1,0 +1,114 @@
+"""Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rope in the others, and
+mixtures of experts as DeepSeek V3 has them behind the first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import CheckpointError
+from shoal.kinds.experts import ExpertsKind
+from shoal.kinds.recurrent import ChannelDeltaKind
+from shoal.model_config import LayerKind, ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.config_fields import ConfigFields
+from shoal.models.config_latent import with_latents
+from shoal.models.config_layers import FULL, LINEAR
+from shoal.models.hybrids.qwen3_next import hybrid_layer
+
+# a key of linear_attn_config -> its name in newer configs
+LINEAR_FIELDS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+def linear_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """The fields of `linear_attn_config`, in which layers count from 1."""
+    given = fields.get("linear_attn_config") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{fields.where}: linear_attn_config must be an object, got {given!r:.80}")
+    found = {name: given[key] for key, name in LINEAR_FIELDS.items() if key in given}
+    full, num_layers = given.get("full_attn_layers"), fields.count("num_hidden_layers")
+    if fields.get("layer_types") is None and full is not None:
+        if not isinstance(full, list) or not all(type(i) is int and 1 <= i <= num_layers for i in full):
+            raise CheckpointError(
+                f"{fields.where}: full_attn_layers must be layers from 1 to {num_layers}, got {full!r:.80}"
+            )
+        found["layer_types"] = [FULL if i + 1 in full else LINEAR for i in range(num_layers)]
+    return found
+
+
+def delta_layer(fields: ConfigFields) -> LayerKind:
+    heads, size = fields.count("linear_num_heads"), fields.count("linear_head_dim")
+    width = fields.count("linear_conv_kernel_dim", least=2)
+    return LayerKind(ChannelDeltaKind(heads, heads, size, size, width, gate_rank=size))
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    config = with_latents(config.with_attention(rope=None), fields)
+    experts = ExpertsKind(
+        fields.count("n_routed_experts"),
+        fields.count("moe_intermediate_size"),
+        sigmoid_router(fields),
+        shared=shared_experts(fields, "n_shared_experts"),
+    )
+    return with_experts(config, fields, experts)
+
+
+ARCHITECTURE = Architecture(
+    name="kimi_linear",
+    hf_class="KimiLinearForCausalLM",
+    defaults={
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 1024,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+    read=read,
+    layer_types=lambda fields, num_layers: tuple(
+        FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)
+    ),
+    other_layers={LINEAR: delta_layer},
+    said_otherwise=linear_fields,
+    renamed={
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    },
+    tensors={
+        "block_sparse_moe.experts.{}.w1": "mlp.experts.{}.gate_proj",
+        "block_sparse_moe.experts.{}.w3": "mlp.experts.{}.up_proj",
+        "block_sparse_moe.experts.{}.w2": "mlp.experts.{}.down_proj",
+        "mlp.experts.{}.w1": "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.w3": "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.w2": "mlp.experts.{}.down_proj",
+        "block_sparse_moe": "mlp",
+    },
+    layer_class=hybrid_layer,
+)
