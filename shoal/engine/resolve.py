@@ -187,7 +187,7 @@ def _has_states(model: ModelConfig) -> bool:
 def _check_rows(config: ResolvedConfig, model: ModelConfig, plan: CachePlan) -> None:
     """Raises ConfigError if the rows of states leave no room in a cache of a given size for a KV block of
     each group of layers."""
-    row = plan_states(config, model, plan.block_bytes).row_bytes
+    row = plan_states(config, model, plan.block_bytes).bytes_of_sequence
     given, blocks = config.kv_cache_memory_bytes, len(plan.groups) * plan.block_bytes
     rows = (config.max_num_seqs + 1) * row
     if row and given and not config.num_gpu_blocks_override and rows + blocks > given:

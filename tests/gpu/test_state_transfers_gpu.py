@@ -59,7 +59,7 @@ def test_prompts_and_conversations_go_to_another_engine(name: str, build: Build)
 
 def test_conversations_come_back_from_host_memory(build: Build) -> None:
     runner = build("qwen3.5").ranks.runner
-    size = runner.states.rows.nbytes + 30 * runner.cache.plan.block_bytes + 8 * runner.states.plan.row_bytes
+    size = runner.states.nbytes + 30 * runner.cache.plan.block_bytes + 8 * runner.states.plan.row_bytes
     below = {"kv_host_bytes": 64 << 20, "kv_load_policy": "always"}
     core = build("qwen3.5", kv_cache_memory_bytes=size, **below)
     plain = build("qwen3.5", enable_prefix_caching=False)

@@ -50,7 +50,7 @@ def test_conversations_go_on_where_they_ended(below, is_async, build, tmp_path):
     plain = build("qwen3.5", tensor_parallel_size=1, enable_prefix_caching=False)
     if below != "device":  # that has room for two conversations
         runner = build("qwen3.5").ranks.runner
-        size = runner.states.rows.nbytes + 12 * runner.cache.plan.block_bytes
+        size = runner.states.nbytes + 12 * runner.cache.plan.block_bytes
         size += 8 * runner.states.plan.row_bytes
         options |= {"kv_cache_memory_bytes": size, "kv_load_policy": "always"}
     core = build("qwen3.5", async_scheduling=is_async, **options)

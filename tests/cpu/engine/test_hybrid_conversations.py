@@ -81,7 +81,7 @@ def small(build, name, num_kept, **options):
     plan = runner.cache.plan
     # its keys and values, two snapshots of its prompt, two of its answer
     conversation = 11 * plan.block_bytes + 4 * runner.states.plan.row_bytes
-    size = 9 * runner.states.plan.row_bytes + (8 + num_kept) * conversation
+    size = runner.states.nbytes + (8 + num_kept) * conversation
     below = {"kv_host_bytes": 256 << 20, "kv_load_policy": "always"}
     return build(name, kv_cache_memory_bytes=size, **below | options)
 

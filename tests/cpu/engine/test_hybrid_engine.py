@@ -99,7 +99,7 @@ def test_a_turn_computes_its_own_tokens_and_at_most_a_block(name, options, build
 def test_conversations_that_do_not_fit_on_the_device_go_on_from_host_memory(name, build):
     probe = build(name)
     runner = probe.ranks.runner
-    size = 30 * runner.cache.plan.block_bytes + runner.states.rows.nbytes + 8 * runner.states.plan.row_bytes
+    size = 30 * runner.cache.plan.block_bytes + runner.states.nbytes + 8 * runner.states.plan.row_bytes
     below = {"kv_host_bytes": 64 << 20, "kv_load_policy": "always"}
     core, plain = build(name, kv_cache_memory_bytes=size, **below), build(name, enable_prefix_caching=False)
     for old, cached in conversations(core, plain, count=6):
@@ -162,7 +162,7 @@ def test_rows_are_taken_from_the_size_of_the_cache(name, build):
     used = core.memory_usage()["kv_cache"]["device_bytes"]
     block_bytes = core.ranks.runner.cache.plan.block_bytes
     assert (8 << 20) - block_bytes < used <= 8 << 20
-    rows, row = core.ranks.runner.states.rows.nbytes, core.ranks.runner.states.plan.row_bytes
+    rows, row = core.ranks.runner.states.nbytes, core.ranks.runner.states.plan.bytes_of_sequence
     least = rows + len(core.scheduler.blocks.groups) * block_bytes
     message = rf"kv_cache_memory_bytes must be at least {least} .* max_num_seqs 4, got {rows}: .* {row} bytes"
     with pytest.raises(ConfigError, match=message + ".* lower max_num_seqs to 3"):
@@ -182,7 +182,7 @@ def test_kv_blocks_that_are_counted_leave_room_for_snapshots_beside_them(name, b
 def test_a_router_counts_what_an_engine_can_resume(below, build):
     """Regression: blocks counted whose snapshot was evicted before them, or behind which no prompt goes on."""
     runner = build("qwen3.5").ranks.runner
-    size = 40 * runner.cache.plan.block_bytes + runner.states.rows.nbytes + 4 * runner.states.plan.row_bytes
+    size = 40 * runner.cache.plan.block_bytes + runner.states.nbytes + 4 * runner.states.plan.row_bytes
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     core = build("qwen3.5", kv_cache_memory_bytes=size, kv_events_config=events, **below)
     index, rank, r = KvIndexer(16), WorkerRank("w"), random.Random(3)

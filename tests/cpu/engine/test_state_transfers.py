@@ -117,7 +117,7 @@ def test_what_is_lent_outlives_its_eviction(build):
         [expected], _, _ = run(build("qwen3.5"), [(asked[0], {})])
         probe = build("qwen3.5")
         runner = probe.ranks.runner
-        size = runner.states.rows.nbytes + 30 * runner.cache.plan.block_bytes
+        size = runner.states.nbytes + 30 * runner.cache.plan.block_bytes
         sizes = beside or {"kv_cache_memory_bytes": size}
         lender, reader = build("qwen3.5", LENDS, **sizes), build("qwen3.5", READS)
         run(lender, [(asked[0], {})], max_tokens=1)

@@ -48,7 +48,7 @@ def test_conversations_go_on_where_they_ended(below, chunk, build, tmp_path):
     }[below]
     if below != "device":  # that has room for three conversations
         runner = build().ranks.runner
-        size = runner.states.rows.nbytes + 50 * runner.cache.plan.block_bytes
+        size = runner.states.nbytes + 50 * runner.cache.plan.block_bytes
         size += 9 * runner.states.plan.row_bytes
         options |= {"kv_cache_memory_bytes": size, "kv_load_policy": "always"}
     core, plain = build(max_num_batched_tokens=chunk, **options), build(enable_prefix_caching=False)
@@ -85,7 +85,7 @@ def test_sequences_that_are_preempted_get_the_same_tokens(build):
     asked = prompts(4, 60)
     expected, _, _ = run(build(), [(prompt, {}) for prompt in asked], max_tokens=60)
     runner = build().ranks.runner
-    size = runner.states.rows.nbytes + 34 * runner.cache.plan.block_bytes
+    size = runner.states.nbytes + 34 * runner.cache.plan.block_bytes
     core = build(kv_cache_memory_bytes=size, max_num_batched_tokens=32, max_model_len=160)
     tokens, _, _ = run(core, [(prompt, {}) for prompt in asked], max_tokens=60)
     assert tokens == expected and core.stats().num_preemptions > 0
