@@ -92,7 +92,8 @@ class MtpFiles:
             if inner.startswith(prefix):
                 own = target + inner.removeprefix(prefix)
                 own = own if own.startswith("lm_head.") else f"model.{own}"
-                return None if KV_SCALE.fullmatch(own) else own
+                is_unread = KV_SCALE.fullmatch(own) or own.endswith(".rotary_emb.inv_freq")
+                return None if is_unread else own
         return None
 
     def build(

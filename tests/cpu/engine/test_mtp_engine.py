@@ -100,6 +100,19 @@ def test_the_target_alone_does_without_the_head(root, build):
     assert answer(core, PROMPT, 12) == tiny.greedy(folder, PROMPT, 12)
 
 
+def test_a_head_of_several_modules_is_refused_by_name(root, build, tmp_path):
+    folder = tmp_path / "several"
+    shutil.copytree(write_mtp(root, "qwen3.5"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers must be 1 for method 'mtp', got 2"):
+        build(folder)
+
+
+def test_made_up_weights_have_a_head_too(root, build):
+    assert len(answer(build(write_mtp(root, "deepseek-v3"), load_format="dummy"), PROMPT, 12)) == 12
+
+
 def test_copies_of_the_targets_vocabulary_are_not_loaded_again(root, build, tmp_path):
     """Published heads of DeepSeek repeat the embedding and the output head; one that has others keeps them."""
     folder = write_mtp(root, "glm4-moe")
