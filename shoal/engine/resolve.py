@@ -24,6 +24,7 @@ from shoal.config import (
 from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
+from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.state import StateLayout
 from shoal.kinds.recurrent import RecurrentKind
 from shoal.memory.available import available_bytes, total_bytes
@@ -128,7 +129,8 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
     if gpu and config.attention_backend not in ("auto", "triton"):
         refuses = f"with attention_backend {config.attention_backend!r}"
     if options is not None and options.method == "auto":
-        if refuses is not None:
+        # Without a compiler a look-up runs in Python, and may take longer than it saves.
+        if refuses is not None or not (gpu or cpu_build.load()):
             return None
         options = dataclasses.replace(options, method="ngram")
     if options is not None and refuses is not None:

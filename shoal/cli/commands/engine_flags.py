@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shoal.argument_parser import SAMPLING, Parser, given_options, integer
-from shoal.config import DEFAULT_MODEL, EngineConfig
+from shoal.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from shoal.sampling_params import SamplingParams
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
 
@@ -64,6 +64,9 @@ def build_llm(arguments: argparse.Namespace, model: str | None = None, **default
     given = defaults | given_options(arguments, EngineConfig)
     if model not in (None, given.get("model", DEFAULT_MODEL)):
         given = {name: given[name] for name in given if name not in ONE_MODEL_OPTIONS} | {"model": model}
+        speculation = SpeculativeConfig.of(given.get("speculative_config"))
+        if speculation is not None and speculation.has_head:  # a head is for one model
+            given["speculative_config"] = defaults.get("speculative_config")
     EngineConfig(**given)  # reports a wrong option before torch is imported, which takes seconds
 
     from shoal.engine.llm import LLM

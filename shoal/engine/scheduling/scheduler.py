@@ -266,8 +266,6 @@ class Scheduler:
             return None
         # Attention begins with the longest, so that the short ones fill the gaps at its end.
         decodes.sort(key=attrgetter("start"), reverse=True)
-        self._step_tokens += num_tokens
-        self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         entries = (*decodes, *chunks)
         copies = self.blocks.copies(entries)
         return StepPlan(entries, len(decodes), num_tokens, copies, queries, head_rests)
@@ -282,6 +280,10 @@ class Scheduler:
         Returns the tokens that count. Tokens after a sequence's end are dropped, whether it ended earlier or
         with one of these. A token that a grammar refuses is dropped too, and ends its sequence with an error.
         """
+        decodes = zip(plan.scheduled[: plan.num_decodes], reports)
+        unused = sum(entry.num_tokens - 1 - report.num_verified for entry, report in decodes)
+        self._step_tokens += plan.num_tokens - unused
+        self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens - unused)] += 1
         results = []
         sample = -1
         for entry in plan.scheduled:

@@ -13,6 +13,7 @@ from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.scheduling import grammar as grammars
+from shoal.kernels.cpu import build as cpu_build
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.weights.source import resolve
 from tests import tiny
@@ -452,3 +453,21 @@ def test_what_became_of_drafts_is_reported_with_their_tokens(cores, steady):
     assert len(tokens_of(outputs)) == 2
     assert sum(one.drafted.num_accepted for one in outputs if one.drafted is not None) <= 1
     core.exit()
+
+
+def test_the_tokens_of_steps_are_counted_and_not_the_places_for_drafts(cores):
+    """Regression: a step counted a place for each draft that might have been there."""
+    core = cores(speculative_config=FIXED)
+    prompt = [200, 201, 202]  # nothing in it is repeated
+    outputs = run(core, request("a", prompt, 1))["a"]
+    verified = sum(one.drafted.num_verified for one in outputs if one.drafted is not None)
+    steps = sum(bool(one.token_ids) for one in outputs)
+    assert core.stats().step_tokens == len(prompt) + (steps - 1) + verified
+    assert sum(core.stats().steps_by_tokens) == steps
+
+
+def test_auto_makes_no_drafts_without_a_compiler(steady, build, monkeypatch):
+    """Regression: it looked drafts up in Python."""
+    monkeypatch.setattr(cpu_build, "load", lambda: None)
+    llm = build(steady, speculative_config={"method": "auto"})
+    assert llm.core.config.speculative is None
