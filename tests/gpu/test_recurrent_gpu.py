@@ -31,6 +31,7 @@ TOLERANCES = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 STEP = pytest.mark.parametrize("step", STEPS)
 DTYPE = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 DELTA = Heads(16, 32, 128, 128)  # Qwen3.5-9B
+KIMI = Heads(32, 32, 128, 128, has_channel_gates=True)  # Kimi-Linear-48B-A3B
 MAMBA = {"granite": Heads(1, 48, 128, 64), "nemotron": Heads(8, 64, 128, 64)}
 
 
@@ -45,10 +46,11 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 @STEP
 @DTYPE
-def test_delta_rules_equal_the_reference(step: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [DELTA, KIMI], ids=str)
+def test_delta_rules_equal_the_reference(step: str, dtype: torch.dtype, heads: Heads) -> None:
     sequences, rows = make_sequences(step, spare_tokens=3, device="cuda")
     for state_dtype in (torch.float32, torch.bfloat16):
-        inputs = delta_inputs(sequences, rows, DELTA, dtype, state_dtype)
+        inputs = delta_inputs(sequences, rows, heads, dtype, state_dtype)
         allowed = tolerance(dtype if state_dtype == torch.float32 else state_dtype)
         compare(triton_ops.gated_delta, reference.gated_delta, inputs, "states_RHNV", **allowed)
 

@@ -5,7 +5,8 @@ with its state in registers.
 
 Within a chunk, G is the running sum of the decays' logarithms, and D_ij = exp(G_i - G_j) for j <= i. With
 M = tril(beta k k^T D, -1), the changes that a chunk makes to a state S are U - Y S, where
-U = (I + M)^-1 beta v and Y = (I + M)^-1 beta exp(G) k.
+U = (I + M)^-1 beta v and Y = (I + M)^-1 beta exp(G) k. Where channels of keys have gates of their own, G and
+D belong to each channel, and D is within the products of k, and of q and k.
 
 T tokens · S sequences · K key heads · H value heads · N numbers of a key · V numbers of a value · R state
 rows · L tokens of a chunk. The oracle is reference.py.
@@ -176,6 +177,46 @@ def _inverse(m, SIZE: tl.constexpr, PART: tl.constexpr):
     return diagonal + tl.dot(rest, diagonal)
 
 
+@triton.jit
+def _decayed_products(
+    q,
+    k,
+    logs,
+    k_ptr,
+    logs_ptr,
+    at,
+    mask,
+    STRIDE: tl.constexpr,
+    L: tl.constexpr,
+    PART: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Returns q_i and k_i times k_j, [L, L], for j <= i, whose numbers are decayed by exp(G_i - G_j) each.
+    Between parts of PART tokens these are matmuls, as both factors of exp(G_i - R) exp(R - G_j) are at most 1
+    with the G of the last token before i's part for R. Within a part, tokens of each distance are multiplied
+    in turn. `at`: where the numbers of a token lie, STRIDE from the next token's."""
+    i = tl.arange(0, L)
+    scores, m = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
+    for part in tl.static_range(1, L // PART):
+        last = tl.sum(tl.where(i[:, None] == part * PART - 1, logs, 0.0), axis=0)[None, :]
+        own, earlier = (i // PART == part)[:, None], (i < part * PART)[:, None]
+        rows = tl.where(own, tl.exp(tl.minimum(logs - last, 0.0)), 0.0)
+        columns = tl.trans(tl.where(earlier, k * tl.exp(tl.minimum(last - logs, 0.0)), 0.0).to(DTYPE))
+        scores += tl.dot((q * rows).to(DTYPE), columns)
+        m += tl.dot((k * rows).to(DTYPE), columns)
+    for distance in range(PART):
+        near = i % PART >= distance
+        there = mask & near[:, None]
+        other = tl.load(k_ptr + at - distance * STRIDE, mask=there, other=0.0).to(tl.float32)
+        decay = tl.exp(
+            tl.minimum(logs - tl.load(logs_ptr + at - distance * STRIDE, mask=there, other=0.0), 0.0)
+        )
+        pairs = near[:, None] & (i[None, :] == i[:, None] - distance)
+        scores += tl.where(pairs, tl.sum(q * other * decay, axis=1)[:, None], 0.0)
+        m += tl.where(pairs, tl.sum(k * other * decay, axis=1)[:, None], 0.0)
+    return scores, m
+
+
 @triton.jit(do_not_specialize=["first_seq", "num_seqs"])
 def _delta_chunk_kernel(
     q_ptr,
@@ -203,6 +244,7 @@ def _delta_chunk_kernel(
     SHARED: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -221,33 +263,57 @@ def _delta_chunk_kernel(
         dtype = v_ptr.dtype.element_ty
         normed_at = token[:, None] * (H // SHARED * N) + keys
         k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
-        k = normed(k).to(dtype)
+        k = normed(k)
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-        gate = tl.load(a_ptr + token * stride_a + head, mask=real, other=0.0).to(tl.float32)
-        gate = softplus(gate + tl.load(dt_bias_ptr + head).to(tl.float32))
-        logs = tl.cumsum(tl.where(real, rate * gate, 0.0), 0)
-        tl.store(logs_ptr + token * H + head, logs, mask=real)
-        decay = tl.exp(tl.minimum(logs[:, None] - logs[None, :], 0.0))
-        q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
-        q = (normed(q) * (N**-0.5)).to(dtype)
-        if head % SHARED == 0:
-            tl.store(normed_q_ptr + normed_at, q, mask=key_mask)
-            tl.store(normed_k_ptr + normed_at, k, mask=key_mask)
-        scores = tl.dot(q, tl.trans(k))
-        scores = tl.where(i[:, None] >= i[None, :], scores * decay, 0.0).to(dtype)
+        if GATES > 1:
+            q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
+            q = normed(q) * (N**-0.5)
+            gates = head * N + n[None, :]
+            gate = tl.load(a_ptr + token[:, None] * stride_a + gates, mask=key_mask, other=0.0).to(tl.float32)
+            gate = softplus(gate + tl.load(dt_bias_ptr + gates, mask=n[None, :] < N, other=0.0))
+            logs = tl.cumsum(tl.where(key_mask, rate * gate, 0.0), 0)
+            tl.store(logs_ptr + normed_at, logs, mask=key_mask)  # a key head has one value head
+            # The scan multiplies queries by states before the chunk.
+            tl.store(normed_q_ptr + normed_at, (q * tl.exp(logs)).to(dtype), mask=key_mask)
+            tl.store(normed_k_ptr + normed_at, k.to(dtype), mask=key_mask)
+            tl.debug_barrier()
+            scores, m = _decayed_products(
+                q, k, logs, normed_k_ptr, logs_ptr, normed_at, key_mask, H * N, L, 16, dtype
+            )
+            scores = scores.to(dtype)
+        else:
+            k = k.to(dtype)
+            gate = tl.load(a_ptr + token * stride_a + head, mask=real, other=0.0).to(tl.float32)
+            gate = softplus(gate + tl.load(dt_bias_ptr + head).to(tl.float32))
+            logs = tl.cumsum(tl.where(real, rate * gate, 0.0), 0)
+            tl.store(logs_ptr + token * H + head, logs, mask=real)
+            decay = tl.exp(tl.minimum(logs[:, None] - logs[None, :], 0.0))
+            q = tl.load(q_ptr + token[:, None] * stride_q + keys, mask=key_mask, other=0.0).to(tl.float32)
+            q = (normed(q) * (N**-0.5)).to(dtype)
+            if head % SHARED == 0:
+                tl.store(normed_q_ptr + normed_at, q, mask=key_mask)
+                tl.store(normed_k_ptr + normed_at, k, mask=key_mask)
+            scores = tl.dot(q, tl.trans(k))
+            scores = tl.where(i[:, None] >= i[None, :], scores * decay, 0.0).to(dtype)
         tl.store(
             scores_ptr + (token[:, None] * H + head) * L + i[None, :],
             scores,
             mask=tl.broadcast_to(real[:, None], (L, L)),
         )
         beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
-        m = tl.dot(k, tl.trans(k)) * decay * beta[:, None]
-        inverse = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), L, 16).to(dtype)
+        if GATES > 1:
+            m *= beta[:, None]
+        else:
+            m = tl.dot(k, tl.trans(k)) * decay * beta[:, None]
+        inverse = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), L, L // 4).to(dtype)
         # Keys and beta are read again, as the inverse needs the registers.
         beta = sigmoid(tl.load(b_ptr + token * stride_b + head, mask=real, other=0.0).to(tl.float32))
         k = tl.load(k_ptr + token[:, None] * stride_k + keys, mask=key_mask, other=0.0).to(tl.float32)
         k = normed(k)
-        weighted = (k * (beta * tl.exp(logs))[:, None]).to(dtype)
+        if GATES > 1:
+            weighted = (k * beta[:, None] * tl.exp(logs)).to(dtype)
+        else:
+            weighted = (k * (beta * tl.exp(logs))[:, None]).to(dtype)
         y = tl.dot(inverse, weighted).to(dtype)
         tl.store(y_ptr + (token[:, None] * H + head) * N + n[None, :], y, mask=key_mask)
         for column in tl.static_range(0, V, BLOCK_V):
@@ -278,6 +344,7 @@ def _delta_scan_kernel(
     SHARED: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     L: tl.constexpr,
@@ -311,15 +378,26 @@ def _delta_scan_kernel(
                 mask=tl.broadcast_to(real[:, None], (L, L)),
                 other=0.0,
             )
-            logs = tl.load(logs_ptr + t.to(tl.int64) * H + head, mask=real, other=0.0)
-            total = tl.load(logs_ptr + (tl.minimum(start + L, last) - 1).to(tl.int64) * H + head)
+            end = (tl.minimum(start + L, last) - 1).to(tl.int64) * H + head
+            if GATES > 1:
+                logs = tl.load(logs_ptr + (token * H + head) * N + n[None, :], mask=key_mask, other=0.0)
+                total = tl.load(logs_ptr + end * N + n, mask=n < N, other=0.0)
+            else:
+                logs = tl.load(logs_ptr + t.to(tl.int64) * H + head, mask=real, other=0.0)
+                total = tl.load(logs_ptr + end)
             rounded = state.to(dtype)
             change = u - tl.dot(y, rounded)
-            out = tl.dot(q, rounded) * tl.exp(logs)[:, None]
+            out = tl.dot(q, rounded)
+            if GATES == 1:
+                out *= tl.exp(logs)[:, None]
             out += tl.dot(scores, change.to(dtype))
             tl.store(out_ptr + values, out.to(dtype), mask=mask)
-            left = (change * tl.exp(tl.minimum(total - logs, 0.0))[:, None]).to(dtype)
-            state = state * tl.exp(total) + tl.dot(tl.trans(k), left)
+            if GATES > 1:
+                left = (k.to(tl.float32) * tl.exp(tl.minimum(total[None, :] - logs, 0.0))).to(dtype)
+                state = state * tl.exp(total)[:, None] + tl.dot(tl.trans(left), change.to(dtype))
+            else:
+                left = (change * tl.exp(tl.minimum(total - logs, 0.0))[:, None]).to(dtype)
+                state = state * tl.exp(total) + tl.dot(tl.trans(k), left)
         tl.store(state_ptr + at, state.to(states_ptr.dtype.element_ty), mask=state_mask)
 
 
@@ -356,11 +434,10 @@ def gated_delta(
     memory = (states_RHNV, sequences.rows_S, sequences.starts_S, sequences.positions_T, out_THV)
     row_stride, spare_row = states_RHNV.stride(0), len(states_RHNV) - 1
     gates = dt_bias_H.numel() // heads
-    assert gates in (1, size) and (a_TH.dim() == 2 or a_TH.stride(1) == size)
+    assert gates == 1 or (gates == size and a_TH.stride(1) == size and heads == num_keys)
     sizes = dict(H=heads, SHARED=heads // num_keys, N=size, V=columns, GATES=gates)
     num_seqs = len(sequences.rows_S)
-    # Gates of channels are not computed in chunks yet.
-    by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) and gates == 1 else num_seqs
+    by_token = sequences.num_decodes if takes_chunks(v_THV.dtype) else num_seqs
     prompts = num_seqs - by_token
     whole = next_power_of_2(columns)
     drafts, draft_sizes = draft_arguments(sequences, kept_RKX)
@@ -385,15 +462,16 @@ def gated_delta(
         return out_THV
     block_n, whole = max(next_power_of_2(size), 16), max(whole, 16)
     normed_q, normed_k = new(num_tokens, num_keys, size), new(num_tokens, num_keys, size)
-    logs_TH = new((num_tokens, heads), dtype=torch.float32)
-    scores_THL, u_THV, y_THN = (new(num_tokens, heads, last) for last in (CHUNK, columns, size))
-    tiles = CHUNK_TILES if has_large_shared_memory() else NARROW_CHUNK_TILES
-    _delta_chunk_kernel[(max_chunks(num_tokens, prompts, CHUNK), heads)](
+    length = CHUNK if gates == 1 else CHUNK // 2  # tokens of a chunk; tiles of decays need registers
+    logs_THX = new((num_tokens, heads, gates), dtype=torch.float32)
+    scores_THL, u_THV, y_THN = (new(num_tokens, heads, last) for last in (length, columns, size))
+    tiles = CHUNK_TILES if has_large_shared_memory() and gates == 1 else NARROW_CHUNK_TILES
+    _delta_chunk_kernel[(max_chunks(num_tokens, prompts, length), heads)](
         *inputs,
         sequences.starts_S,
         normed_q,
         normed_k,
-        logs_TH,
+        logs_THX,
         scores_THL,
         u_THV,
         y_THN,
@@ -404,17 +482,17 @@ def gated_delta(
         BLOCK_N=block_n,
         BLOCK_V=min(whole, tiles.values),
         BLOCK_S=next_power_of_2(prompts),
-        L=CHUNK,
+        L=length,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(),
     )
-    tiles = scan_tiles(prompts * heads, columns, v_THV.device)
+    tiles = NARROW_SCAN_TILES if gates > 1 else scan_tiles(prompts * heads, columns, v_THV.device)
     block = min(whole, tiles.values)
     _delta_scan_kernel[(prompts, heads, cdiv(columns, block))](
         normed_q,
         normed_k,
-        logs_TH,
+        logs_THX,
         scores_THL,
         u_THV,
         y_THN,
@@ -425,7 +503,7 @@ def gated_delta(
         **sizes,
         BLOCK_N=block_n,
         BLOCK_V=block,
-        L=CHUNK,
+        L=length,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(),

@@ -13,6 +13,7 @@ from tests.recurrent_steps import MIXERS, Heads, conv_inputs, delta_inputs, make
 LAUNCHES: dict[str, Callable[[], object]] = {}
 BF16 = torch.bfloat16
 DELTA = {"qwen3.5-9b": Heads(16, 32, 128, 128), "qwen3.5-0.8b on two ranks": Heads(8, 8, 128, 128)}
+KIMI = {"kimi-linear-48b": Heads(32, 32, 128, 128, has_channel_gates=True)}
 MAMBA = {"granite-4-h-small": Heads(1, 128, 128, 64), "nemotron-3-nano": Heads(8, 64, 128, 64)}
 
 
@@ -24,7 +25,7 @@ def launch(op: str, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype) 
         triton_ops.mamba2(**mamba_inputs(sequences, rows, heads, dtype, state_dtype))
 
 
-for op, models in (("gated_delta", DELTA), ("mamba2", MAMBA)):
+for op, models in (("gated_delta", DELTA | KIMI), ("mamba2", MAMBA)):
     for name, heads in models.items():
         for dtype, state_dtype in ((BF16, torch.float32), (BF16, BF16), (torch.float32, torch.float32)):
             LAUNCHES[f"{op} {name} {dtype} {state_dtype}"] = lambda case=(op, heads, dtype, state_dtype): (
