@@ -81,7 +81,9 @@ def follow_drafts(
     mine = inputs | {state: memory[:, 1], KEPT[state]: kept}
 
     def run(index: list[int], sequences: Sequences) -> torch.Tensor:
-        own = {name: inputs[name][torch.tensor(index, dtype=torch.long, device=device)] for name in tokens}
+        # index_select keeps no odd strides of the tensor, as indexing does on a GPU.
+        taken = torch.tensor(index, dtype=torch.long, device=device)
+        own = {name: inputs[name].index_select(0, taken) for name in tokens}
         return op(**mine | own | {"sequences": sequences})
 
     def check_states() -> None:

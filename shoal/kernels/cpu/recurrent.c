@@ -180,11 +180,17 @@ static void delta_unit(void *shared, int unit, int thread) {
             next[n] = n < gates ? expf(rate * softplus(own_a[n] + h->dt_bias[(int64_t)head * gates + n])) : next[0];
             decayed_q[n] = next[n] * q[n], decayed_k[n] = next[n] * k[n];
         }
+        if (rounds) {
+            for (int n = 0; n < keys; n++) {
+                for (int i = 0; i < REGISTERS; i++) state[n * REGISTERS + i] = rounded(decay[n] * state[n * REGISTERS + i] + before[n] * change[i]);
+                decay[n] = 1;
+            }
+            memset(change, 0, sizeof(change));
+        }
         Vector seen[REGISTERS] = {0}, result[REGISTERS] = {0};
         for (int n = 0; n < keys; n++)
             for (int i = 0; i < REGISTERS; i++) {
                 Vector x = decay[n] * state[n * REGISTERS + i] + before[n] * change[i];
-                if (rounds) x = rounded(x);
                 state[n * REGISTERS + i] = x;
                 seen[i] += decayed_k[n] * x;
                 result[i] += decayed_q[n] * x;
