@@ -125,19 +125,19 @@ def resolve_config(
 def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
     """Returns what speculation may do. Raises ConfigError for a model or machine without drafts."""
     options = config.speculative_config
-    refuses = None
-    if gpu and config.attention_backend not in ("auto", "triton"):
-        refuses = f"with attention_backend {config.attention_backend!r}"
+    if options is not None and gpu and config.attention_backend not in ("auto", "triton"):
+        if options.method == "auto":
+            return None
+        raise ConfigError(
+            f"attention_backend must be 'auto' on a GPU with speculative_config, got "
+            f"{config.attention_backend!r} and method {options.method!r}; leave one of them out: answers are "
+            "the same"
+        )
     if options is not None and options.method == "auto":
         # Without a compiler a look-up runs in Python, and may take longer than it saves.
-        if refuses is not None or not (gpu or cpu_build.load()):
+        if not (gpu or cpu_build.load()):
             return None
         options = dataclasses.replace(options, method="ngram")
-    if options is not None and refuses is not None:
-        raise ConfigError(
-            f"speculative_config must be unset {refuses} in this release, got method {options.method!r}; "
-            "leave it out: answers are the same"
-        )
     if options is not None and options.num_speculative_tokens is None:
         if model.head_drafts is None:
             raise ConfigError(

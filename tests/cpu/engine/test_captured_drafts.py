@@ -9,14 +9,15 @@ import torch
 
 from shoal import LLM, SamplingParams
 from shoal.attention.triton import TritonBackend
-from shoal.config import SpeculativeConfig
-from shoal.engine import draft_learner
+from shoal.config import EngineConfig, SpeculativeConfig
+from shoal.engine import draft_learner, resolve
 from shoal.engine.drafting import device, step_sizes
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner import start_up
 from shoal.engine.runner.batch import MixedShape
 from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
+from shoal.errors import ConfigError
 from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
@@ -132,6 +133,22 @@ def test_sizes_are_few_and_steps_have_room_for_them():
     assert sizes(64, num_tokens=40)[0] == {2: 20, 4: 10, 8: 5, 16: 2, 32: 1}
     on_cpu = SimpleNamespace(device="cpu", speculative=SpeculativeConfig(method="suffix"))
     assert step_sizes.draft_sizes(on_cpu) is None and step_sizes.draft_rows(on_cpu) == {}
+
+
+def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries():
+    model = SimpleNamespace(head_drafts=None)
+
+    def speculation(**options):
+        return resolve._speculation(EngineConfig(model="m", **options), model, gpu=True)
+
+    assert speculation() is None
+    assert speculation(speculative_config={"method": "auto"}).method == "ngram"
+    other = dict(attention_backend="flashinfer")
+    assert speculation(speculative_config={"method": "auto"}, **other) is None
+    with pytest.raises(
+        ConfigError, match="attention_backend must be 'auto' .* 'flashinfer' and method 'ngram'"
+    ):
+        speculation(speculative_config=NGRAM, **other)
 
 
 def test_repetition_takes_few_steps(wavering, build):
