@@ -146,7 +146,7 @@ def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries():
     other = dict(attention_backend="flashinfer")
     assert speculation(speculative_config={"method": "auto"}, **other) is None
     with pytest.raises(
-        ConfigError, match="attention_backend must be 'auto' .* 'flashinfer' and method 'ngram'"
+        ConfigError, match=r"attention_backend must be 'auto' .* 'flashinfer' and method 'ngram'"
     ):
         speculation(speculative_config=NGRAM, **other)
 
