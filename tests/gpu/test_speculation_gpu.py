@@ -78,9 +78,9 @@ def test_kernels_are_the_references(parameters, letters):
         found = []
         for ops, (rows, own), device in ((reference, (table, drafts), "cpu"), (triton_ops, on_gpu, "cuda")):
             ints = lambda *shape, d=device: torch.full(shape, -7, dtype=torch.int32, device=d)  # noqa: E731
-            begun = [*ints(3, size), *ints(4, len(decodes))]
+            begun = [*ints(3, size), *ints(5, len(decodes))]
             ops.begin_verification(decodes.to(device), rows, own, *begun)
-            token_ids, *_, starts, verified, unverified = begun
+            token_ids, *_, starts, verified, unverified, _ = begun
             if queries > 1:  # some drafts hold
                 held = torch.arange(size) % 3 < 2
                 sampled[:-1][: size - 1][held[1:]] = token_ids[1:].cpu()[held[1:]]

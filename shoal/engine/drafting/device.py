@@ -161,15 +161,14 @@ class Drafting:
         self._begin(sections["rows"][:num_decodes], *tokens, sections["kv_lens"][:num_decodes])
         sections["sample_rows"][own] = sections["token_rows"][own]
         sections["sample_positions"][own] = sections["positions"][own]
+        if self._has_spans:
+            self._pending_B[num_decodes:] = 0  # a captured step may have further places
 
     def _begin(self, rows_B: torch.Tensor, *outs: torch.Tensor) -> None:
         size = len(rows_B)
         begun = self._starts_B[:size], self._verified_B[:size], self._unverified_B[:size]
-        self._ops.begin_verification(rows_B, self.table, self.rows, *outs, *begun)
-        if self._has_spans:
-            pending_B = self.table[rows_B.long(), Field.PENDING]
-            self._pending_B[:size] = torch.where(rows_B >= 0, pending_B, 0)
-            self._pending_B[size:] = 0  # a captured step may have further places
+        pending_B = self._pending_B[:size]
+        self._ops.begin_verification(rows_B, self.table, self.rows, *outs, *begun, pending_B)
 
     def report(
         self,

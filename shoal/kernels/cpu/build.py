@@ -72,7 +72,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(c_int, c_int, c_int, c_int, c_int, c_void_p),
         ),
     ),
-    "shoal_begin_verification": (None, (c_void_p, c_void_p, c_int, c_int, *(c_void_p,) * 7)),
+    "shoal_begin_verification": (None, (c_void_p, c_void_p, c_int, c_int, *(c_void_p,) * 8)),
     "shoal_accept": (None, (*(c_void_p,) * 7, c_int, c_int, c_int, c_void_p, c_int64)),
     "shoal_look_up": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int64)),
     "shoal_look_up_suffix": (

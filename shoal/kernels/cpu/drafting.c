@@ -17,7 +17,8 @@ typedef struct {
 } DraftRows;
 
 void shoal_begin_verification(const DraftRows *d, const int32_t *rows, int count, int queries, int32_t *tokens, int32_t *positions,
-                              int32_t *token_rows, int32_t *kv_lens, int32_t *starts, int32_t *verified, int32_t *unverified) {
+                              int32_t *token_rows, int32_t *kv_lens, int32_t *starts, int32_t *verified, int32_t *unverified,
+                              int32_t *pending) {
     for (int b = 0; b < count; b++) {
         const int32_t row = rows[b], *fields = d->table + row * d->table_stride;
         int start = -1, n = 0, first = -1;
@@ -29,6 +30,7 @@ void shoal_begin_verification(const DraftRows *d, const int32_t *rows, int count
             if (fields[NUM_DRAFTS] && !n) first = d->drafts[(int64_t)row * d->num_drafts];
         }
         kv_lens[b] = start + 1 + n, starts[b] = start, verified[b] = n, unverified[b] = first;
+        pending[b] = row >= 0 ? fields[PENDING] : 0;
         for (int i = 0; i < queries; i++) {
             const int t = b * queries + i, j = i - (queries - 1 - n);    // j is 0 at TOKEN
             const int there = row >= 0 && j >= 0;

@@ -27,8 +27,9 @@ def begin_verification(
     starts_B: torch.Tensor,
     verified_B: torch.Tensor,
     unverified_B: torch.Tensor,
+    pending_B: torch.Tensor,
 ) -> None:
-    outs = token_ids_T, positions_T, rows_T, kv_lens_B, starts_B, verified_B, unverified_B
+    outs = token_ids_T, positions_T, rows_T, kv_lens_B, starts_B, verified_B, unverified_B, pending_B
     if LIBRARY is None:
         reference.begin_verification(rows_B, table, drafts, *outs)
         return

@@ -34,20 +34,22 @@ def begin_verification(
     starts_B: torch.Tensor,
     verified_B: torch.Tensor,
     unverified_B: torch.Tensor,
+    pending_B: torch.Tensor,
 ) -> None:
     """Fills in the inputs of decodes of T / B tokens from the state rows: a row's TOKEN, and as many of its
     drafts as its MAX_TOKENS and T / B allow. They are the last of the row's tokens; those before them are
     padding (row and position -1, token 0). `starts_B` gets the position of TOKEN, `verified_B` the number of
-    drafts, and `unverified_B` the first draft if none of them is verified, else -1. A padded sequence (row
-    -1) has padding alone, position -1, and length 0."""
+    drafts, `unverified_B` the first draft if none of them is verified, else -1, and `pending_B` the row's
+    PENDING. A padded sequence (row -1) has padding alone, position -1, length 0, and nothing pending."""
     queries = token_ids_T.shape[0] // max(1, rows_B.shape[0])
     for b, row in enumerate(rows_B.tolist()):
         place = slice(b * queries, (b + 1) * queries)
         token_ids_T[place], positions_T[place], rows_T[place] = 0, -1, -1
-        start, num_drafts, unverified = -1, 0, -1
+        start, num_drafts, unverified, pending = -1, 0, -1, 0
         if row >= 0:
             fields = table[row]
             most = min(int(fields[Field.MAX_TOKENS]), queries) - 1
+            pending = int(fields[Field.PENDING])
             start, num_drafts = int(fields[Field.POSITION]), max(0, min(int(fields[Field.NUM_DRAFTS]), most))
             if fields[Field.NUM_DRAFTS] and not num_drafts:
                 unverified = int(drafts.drafts_RK[row, 0])
@@ -57,7 +59,7 @@ def begin_verification(
             positions_T[place] = torch.arange(start, start + num_drafts + 1, dtype=torch.int32)
             rows_T[place] = row
         kv_lens_B[b], starts_B[b] = start + 1 + num_drafts, start
-        verified_B[b], unverified_B[b] = num_drafts, unverified
+        verified_B[b], unverified_B[b], pending_B[b] = num_drafts, unverified, pending
 
 
 def accept(

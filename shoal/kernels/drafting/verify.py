@@ -41,6 +41,7 @@ def _begin_verification_kernel(
     starts_ptr,
     verified_ptr,
     unverified_ptr,
+    pending_ptr,
     table_stride,
     drafts_stride,
     QUERIES: tl.constexpr,
@@ -59,6 +60,7 @@ def _begin_verification_kernel(
     tl.store(starts_ptr + b, start)
     tl.store(verified_ptr + b, verified)
     tl.store(unverified_ptr + b, tl.load(row_drafts_ptr, mask=has_unverified, other=-1))
+    tl.store(pending_ptr + b, tl.load(fields_ptr + PENDING, mask=there, other=0))
     i = tl.arange(0, LANES)
     place = i - (QUERIES - 1 - verified)  # TOKEN has place 0, and its drafts have the next ones
     has_token = there & (place >= 0) & (i < QUERIES)
@@ -82,6 +84,7 @@ def begin_verification(
     starts_B: torch.Tensor,
     verified_B: torch.Tensor,
     unverified_B: torch.Tensor,
+    pending_B: torch.Tensor,
 ) -> None:
     size = rows_B.shape[0]
     if not size:
@@ -98,6 +101,7 @@ def begin_verification(
         starts_B,
         verified_B,
         unverified_B,
+        pending_B,
         table.stride(0),
         drafts.drafts_RK.stride(0),
         QUERIES=queries,

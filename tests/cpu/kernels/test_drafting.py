@@ -74,8 +74,8 @@ def test_a_step_is_the_references(
             rows_B = torch.tensor(decodes, dtype=torch.int32)
             size = len(decodes) * queries
             token_ids, positions, rows_T = ints(size), ints(size), ints(size)
-            kv_lens, starts, verified, unverified = (ints(len(decodes)) for _ in range(4))
-            begun = token_ids, positions, rows_T, kv_lens, starts, verified, unverified
+            kv_lens, starts, verified, unverified, pending = (ints(len(decodes)) for _ in range(5))
+            begun = token_ids, positions, rows_T, kv_lens, starts, verified, unverified, pending
             ops.begin_verification(rows_B, rows.table, rows.drafts, *begun)
             outs += begun
             rows_S = torch.tensor([*decodes, *prefills], dtype=torch.int32)
@@ -101,10 +101,10 @@ def test_accepted_drafts_are_those_that_were_sampled(seed: int) -> None:
     rows_B = torch.arange(ROWS, dtype=torch.int32)
     size = ROWS * queries
     token_ids, positions, rows_T = ints(size), ints(size), ints(size)
-    kv_lens, starts, verified, unverified = (ints(ROWS) for _ in range(4))
+    kv_lens, starts, verified, unverified, pending = (ints(ROWS) for _ in range(5))
     cpu_drafting.begin_verification(
         *(rows_B, rows.table, rows.drafts, token_ids, positions, rows_T),
-        *(kv_lens, starts, verified, unverified),
+        *(kv_lens, starts, verified, unverified, pending),
     )
     sampled = torch.randint(0, 2, (size,), dtype=torch.int32)
     report = ints(ROWS, REPORT_SIZE + queries + MOST)

@@ -33,11 +33,11 @@ def _step(queries: int) -> None:
         layout.table(_ints(layout.size)),
         DraftRows(_ints(ROWS + 1, most), _ints(ROWS + 1, LENGTH)),
     )
-    tokens, begun = _ints(3, ROWS * queries), [_ints(ROWS) for _ in range(4)]
+    tokens, begun = _ints(3, ROWS * queries), [_ints(ROWS) for _ in range(5)]
     triton_ops.begin_verification(_ints(ROWS), table, drafts, *tokens, *begun)
     report = _ints(ROWS, REPORT_SIZE + queries + most)
     sizes = ROWS, queries, table, drafts, report
-    triton_ops.accept(tokens[0], tokens[0], begun[0], *begun[1:], *sizes)
+    triton_ops.accept(tokens[0], tokens[0], *begun[:4], *sizes)
     triton_ops.write_histories(_ints(100), drafts)
 
 
