@@ -65,7 +65,9 @@ class HeadDrafter:
         positions_S = fields_SF[:, Field.POSITION].clone()
         # Blocks may reach beyond the longest sequence, which the history and the rope have room for.
         rooms_S = fields_SF[:, Field.ROOM].clamp(max=length)
+        # The spare row's history is whatever padding and rehearsals have left there, maybe no token at all.
         following_T = drafts.history_RL[step.rows_T.long(), (step.positions_T.long() + 1) % length]
+        following_T = torch.where(step.rows_T >= 0, following_T, 0)
         hidden_TD = module.fuse(self.head.states.states_TX)
         before_S = _slots_before(step, rows_S, positions_S)
         normed_SD, hidden_SD = module(following_T, hidden_TD, step, caches, before_S)
@@ -78,8 +80,10 @@ class HeadDrafter:
         for i in range(most):
             if i:
                 slots_S = positions_S + (i - 1)
-                step_of_one = self._step(step, rows_S, slots_S, is_row_S & (slots_S < rooms_S))
-                normed_SD, hidden_SD = module(drafted_S, hidden_SD, step_of_one, caches)
+                exists_S = is_row_S & (slots_S < rooms_S)
+                step_of_one = self._step(step, rows_S, slots_S, exists_S)
+                last_drafts_S = torch.where(exists_S, drafted_S, 0)
+                normed_SD, hidden_SD = module(last_drafts_S, hidden_SD, step_of_one, caches)
             self.ops.sample(module.logits(normed_SD), copies_S, positions_S + i, fields_SF, drafted_S)
             drafts.drafts_RK[rows, i] = drafted_S
         num_slots_S = (rooms_S - positions_S).clamp(min=0, max=most - 1)

@@ -12,6 +12,7 @@ from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.runner import commands
+from shoal.engine.runner.start_up import rehearse
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.state import Field
 from shoal.sampling_params import SamplingParams
@@ -259,6 +260,18 @@ def test_a_head_drafts_all_tokens_after_a_prompt_that_fills_its_blocks(length, r
         core.step()
         counts.append(int(core.ranks.runner.state.table[0, Field.NUM_DRAFTS]))
     assert counts == [K]
+
+
+def test_tokens_that_padding_has_left_are_never_embedded(root, build):
+    """Regression: on a GPU a rehearsal's token after the last one, which is in the spare row, was beyond the
+    vocabulary."""
+    core = build(write_mtp(root, "glm4-moe"))
+    steps = core.ranks.runner.steps
+    steps.drafting.rows.history_RL[-1] = 1 << 30
+    rehearse(steps, 2, 5)
+    rehearse(steps, 1, 1)
+    core.ranks.runner.state.reset()
+    assert answer(core, PROMPT, 12) == tiny.greedy(write_mtp(root, "glm4-moe"), PROMPT, 12)
 
 
 RING = ring(7)
