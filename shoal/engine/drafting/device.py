@@ -280,7 +280,6 @@ class Drafting:
         does."""
         if self._drafter is not None:
             self._drafter.head.states.begin_without_layers(step)
-            self.table[step.rows_S.long(), Field.POSITION] = step.kv_lens_S  # as after the last token
             self._drafter.propose(step.rows_S, self.rows)
 
 

@@ -112,7 +112,10 @@ class HeadDrafter:
 
 def _slots_before(step: StepInput, rows_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
     """Returns for each row the index in T of the token before its TOKEN, which is at `positions_S`, and for
-    padding any. int64 [S]"""
+    padding any. int64 [S]
+
+    A rehearsal that compiles kernels ahead does not run them, so rows may hold any position then."""
     found_S = (rows_S[:, None] == step.rows_S[None]).int().argmax(dim=1)
     last_S, lens_S = step.query_starts_S[found_S + 1] - 1, step.kv_lens_S[found_S]
-    return torch.where(rows_S >= 0, last_S - (lens_S - positions_S), 0).long()
+    before_S = torch.where(rows_S >= 0, last_S - (lens_S - positions_S), 0)
+    return before_S.clamp(min=0, max=step.num_tokens - 1).long()

@@ -18,6 +18,7 @@ from shoal.engine.runner.batch import MixedShape
 from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
 from shoal.errors import ConfigError
+from shoal.kernels.state import Field
 from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
@@ -202,6 +203,23 @@ def test_a_models_own_head_drafts_inside_of_graphs(tmp_path, build):
     for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
         assert list(out.outputs[0].token_ids) == tiny.greedy(folder, prompt, 20)
     assert any(key.queries == 4 for key in llm.counts)
+
+
+def test_a_head_is_rehearsed_while_kernels_are_compiled_and_do_not_run(tmp_path, build, monkeypatch):
+    """Regression: the position that the sampler should have written decided which slot a head began with, which
+    was out of bounds in a step of fewer tokens than the longest sequence has."""
+    rings = eagle3_heads.ring(7)
+    chain = eagle3_heads.write_chain(tmp_path / "chain", rings)
+    head = eagle3_heads.write_right_head(tmp_path / "head", rings, "hidden")
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 1}
+    steps = build(chain, speculative_config=speculation, max_num_batched_tokens=16).core.ranks.runner.steps
+    monkeypatch.setattr(steps.sampler, "sample", lambda *_: None)
+    steps.state.flat.zero_()
+    with torch.inference_mode():
+        start_up.rehearse_longest(steps, 16)
+        steps.state.table[0, Field.POSITION] = 200
+        start_up.rehearse(steps, 1, 1)
+    steps.state.reset()
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron-h"])
