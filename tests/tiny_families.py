@@ -715,6 +715,7 @@ RECURRENT = (
     "qwen3.5",
     "qwen3.5-vision",
     "qwen3.5-moe",
+    "qwen3.5-moe-text",
     "granite4-mamba",
     "granite4-experts",
     "bamba",
