@@ -134,8 +134,9 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
             "the same"
         )
     if options is not None and options.method == "auto":
-        # Without a compiler a look-up runs in Python, and may take longer than it saves.
-        if not (gpu or cpu_build.load()):
+        # Either may take longer than it saves: with drafts a GPU decodes a recurrent layer by three kernels,
+        # in place of one; without a compiler a CPU looks drafts up in Python.
+        if _has_states(model) if gpu else not cpu_build.load():
             return None
         options = dataclasses.replace(options, method="ngram")
     if options is not None and options.num_speculative_tokens is None:

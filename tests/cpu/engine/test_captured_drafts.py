@@ -19,6 +19,7 @@ from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
 from shoal.errors import ConfigError
 from shoal.kernels.state import Field
+from shoal.kinds.recurrent import ShortConvKind
 from tests import eagle3_heads, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
 from tests.cpu.engine.test_speculation import close, random_params, seen
@@ -136,14 +137,17 @@ def test_sizes_are_few_and_steps_have_room_for_them():
     assert step_sizes.draft_sizes(on_cpu) is None and step_sizes.draft_rows(on_cpu) == {}
 
 
-def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries():
-    model = SimpleNamespace(head_drafts=None)
+def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries_or_layers_have_states():
+    attention = SimpleNamespace(head_drafts=None, layers=())
+    recurrent = SimpleNamespace(head_drafts=None, layers=[SimpleNamespace(mixer=ShortConvKind(8, 3))])
 
-    def speculation(**options):
+    def speculation(model=attention, **options):
         return resolve._speculation(EngineConfig(model="m", **options), model, gpu=True)
 
     assert speculation() is None
     assert speculation(speculative_config={"method": "auto"}).method == "ngram"
+    assert speculation(recurrent, speculative_config={"method": "auto"}) is None
+    assert speculation(recurrent, speculative_config=NGRAM).method == "ngram"
     other = dict(attention_backend="flashinfer")
     assert speculation(speculative_config={"method": "auto"}, **other) is None
     with pytest.raises(
