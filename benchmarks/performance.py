@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import speculation
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +138,28 @@ def second_turns(rows: list[dict[str, Any]]) -> str:
     medians = [f"{statistics.median(row[name] for row in rows) * 1e3:.1f}" for name in parts]
     lines.append(f"| median | {' | '.join(medians)} | |")
     return "\n".join(lines)
+
+
+def drafts(folder: Path, images: Path) -> str:
+    """Draws what `benchmarks/speculation.py` measured on a CPU and on a GPU, as far as there are files, and
+    returns the section about it."""
+    parts = []
+    for device in ("cpu", "gpu"):
+        if not (file := folder / f"speculation-{device}.json").exists():
+            continue
+        measured = json.loads(file.read_text())
+        speculation.draw(measured, str(images / f"speculation-{device}.png"))
+        kinds = list(speculation.KINDS)
+        lines = [f"| text | sequences | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+        for row in measured["rows"]:
+            cells = [f"{row['base']:.0f} tokens/s", *(f"{row['ratios'][kind]:.2f}" for kind in kinds[1:])]
+            lines.append(f"| {row['text']} | {row['batch']} | {' | '.join(cells)} |")
+        parts += [
+            f"{measured['model']} on {measured['machine']}, {measured['date']}: `{measured['command']}`.",
+            "\n".join(lines),
+            f"![Tokens per second by number of drafts and batch size](images/speculation-{device}.png)",
+        ]
+    return "\n\n".join(parts)
 
 
 def _or_dash(value: float | None, style: str, unit: str = "") -> str:
@@ -287,6 +310,13 @@ Ten engines on a machine just started, the first thing that it does: 24 conversa
 qwen3-8b, then the second turn of each, one at a time (`benchmarks/offload.py second-turn`). Milliseconds:
 
 {second_turns(second)}
+
+## Drafts
+
+Tokens per second without drafts, and multiples of it with a fixed number of [drafts](speculation.md) in each
+step, and with the number that measured costs and acceptance choose. A ratio is the median of pairs of runs.
+
+{drafts(folder, images)}
 """)
 
 

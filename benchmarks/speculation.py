@@ -1,7 +1,12 @@
 """Tokens per second with and without drafts, by text and batch size: k = 0, fixed k, and the measured choice.
-Prints one table; each speed of a text is divided by its speed at k = 0.
+Prints one table: each speed is divided by the speed at k = 0 of the same round, and the median of these
+ratios counts.
 
-    python benchmarks/speculation.py smollm2 --batches 1,4,16 --threads 2
+    python benchmarks/speculation.py smollm2 --batches 1,4,16 --threads 2 --json speculation.json
+    python benchmarks/speculation.py --draw speculation.json speculation.png
+
+benchmarks/performance.py draws speculation-cpu.json and speculation-gpu.json of benchmarks/results into
+docs/performance.md, where there are such files.
 
 All engines live in one process, on a GPU if there is one, and their runs alternate, so that a change of the
 machine meets all of them. --cpu-time counts the process' CPU time in place of the wall's, for a machine that
@@ -11,9 +16,12 @@ others use too.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 PASSAGE = (
     "The history of the steam engine begins with the first recorded rudimentary device, described by Hero of "
@@ -25,12 +33,30 @@ RECORD = (
     '{"name": "Ada Lovelace", "born": 1815, "city": "London", "field": "mathematics", '
     '"known_for": "notes on the engine"}'
 )
+KEYS = ("name", "city", "field", "known_for")
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "string"} for key in KEYS},
+    "required": [*KEYS],
+    "additionalProperties": False,
+}
+EDITING = f"{PASSAGE}\n\n{PASSAGE}\n\n{PASSAGE[:60]}"
 # Prompts that the model continues as the name says. The default model is small: it copies what stands twice.
 TEXTS = {
-    "editing a text": f"{PASSAGE}\n\n{PASSAGE}\n\n{PASSAGE[:60]}",
+    "editing a text": EDITING,
+    "editing, with a penalty": EDITING,
+    "editing, with log-probabilities": EDITING,
+    "JSON by a schema": f"Document: {RECORD}\nThe same document again: {RECORD}\nAs JSON: ",
     "JSON from a document": f"Document: {RECORD}\nThe same document again: {RECORD}\nAnd again: {RECORD[:9]}",
     "chat": "Question: What should one know before a first visit to the mountains?\nAnswer:",
     "random text": "k2 zebra; 77 lamp, oblique fern? quartz 19 - drum of ash and violet,",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "editing, with a penalty": {"frequency_penalty": 0.01},
+    "editing, with log-probabilities": {"logprobs": 5},
+    "JSON by a schema": {"ignore_eos": False},  # and the schema, as a grammar
+    "chat": {"temperature": 0.8},
+    "random text": {"temperature": 1.5},
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 8}
 KINDS = {
@@ -49,11 +75,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--texts", default=",,".join(TEXTS), help="names of texts, with ,, between them")
+    parser.add_argument("--machine", default="", help="a name of the machine, for --json")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--draw", nargs=2, metavar=("JSON", "PNG"), help="draw the figures of a file")
     arguments = parser.parse_args()
+    if arguments.draw:
+        with open(arguments.draw[0]) as file:
+            draw(json.load(file), arguments.draw[1])
+        return
 
     import torch
 
-    from shoal import LLM, SamplingParams
+    from shoal import LLM, SamplingParams, StructuredOutputsParams
 
     torch.set_num_threads(arguments.threads)
     clock: Callable[[], float] = time.process_time if arguments.cpu_time else time.perf_counter
@@ -69,38 +103,66 @@ def main() -> None:
         for name, config in KINDS.items()
     }
 
-    def seconds(llm: LLM, text: str, batch: int) -> float:
-        """Returns the time of decoding: whole answers take it after their first tokens."""
-        found = []
+    def speed(llm: LLM, name: str, batch: int) -> float:
+        """Returns the tokens per second of whole answers, less the time up to first tokens."""
+        options = {"temperature": 0.0, "ignore_eos": True} | OPTIONS.get(name, {})
+        if name == "JSON by a schema":
+            options["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
+        taken, num_tokens = [], 0
         for count in (arguments.count, 1):
-            hot = text == TEXTS["random text"]
-            params = [
-                SamplingParams(
-                    temperature=1.5 if hot else 0.8 if text == TEXTS["chat"] else 0.0,
-                    seed=i,
-                    max_tokens=count,
-                    ignore_eos=True,
-                )
-                for i in range(batch)
-            ]
+            params = [SamplingParams(seed=i, max_tokens=count, **options) for i in range(batch)]
             start = clock()
-            llm.generate([text] * batch, params, use_tqdm=False)
-            found.append(clock() - start)
-        return found[0] - found[1]
+            outputs = llm.generate([TEXTS[name]] * batch, params, use_tqdm=False)
+            taken.append(clock() - start)
+            num_tokens = num_tokens or sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
+        return num_tokens / (taken[0] - taken[1])
 
+    rows = []
     print(f"| text | batch | {' | '.join(KINDS)} |\n|---|---|{'---|' * len(KINDS)}")
-    for name, text in TEXTS.items():
+    for name in arguments.texts.split(",,"):
         for batch in map(int, arguments.batches.split(",")):
-            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for run in range(arguments.runs + 1):
                 for kind, llm in engines.items():
-                    taken = seconds(llm, text, batch)
+                    found = speed(llm, name, batch)
                     if run:  # the first run warms up, and lets costs be learned
-                        times[kind].append(taken)
-            speeds = {kind: batch * arguments.count / statistics.median(each) for kind, each in times.items()}
-            base = speeds["k = 0"]
-            cells = [f"{base:.1f} tokens/s", *(f"{speed / base:.2f}" for speed in list(speeds.values())[1:])]
+                        speeds[kind].append(found)
+            base = statistics.median(speeds["k = 0"])
+            pairs = {kind: zip(each, speeds["k = 0"]) for kind, each in speeds.items()}
+            ratios = {kind: statistics.median(a / b for a, b in each) for kind, each in pairs.items()}
+            cells = [f"{base:.1f} tokens/s", *(f"{ratio:.2f}" for ratio in [*ratios.values()][1:])]
             print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)
+            rows.append({"text": name, "batch": batch, "base": base, "ratios": ratios})
+    if arguments.json:
+        described = {"model": arguments.model, "machine": arguments.machine, "rows": rows}
+        described |= {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(["benchmarks/speculation.py", *sys.argv[1:]]),
+        }
+        with open(arguments.json, "w") as file:
+            json.dump(described, file, indent=1)
+
+
+def draw(measured: dict[str, Any], path: str) -> None:
+    """Draws tokens per second by batch size, a panel for each text and a line for each number of drafts."""
+    from matplotlib.figure import Figure
+
+    texts = list(dict.fromkeys(row["text"] for row in measured["rows"]))
+    figure = Figure(figsize=(3.7 * len(texts), 3.5), layout="constrained")
+    colours = dict(zip(KINDS, ("#57606a", "#c2571a", "#b39b53", "#0b6b74")))
+    for axis, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts):
+        rows = [row for row in measured["rows"] if row["text"] == text]
+        batches = [row["batch"] for row in rows]
+        for kind, colour in colours.items():
+            speeds = [row["base"] * row["ratios"][kind] for row in rows]
+            axis.plot(range(len(rows)), speeds, marker="o", color=colour, label=kind)
+        axis.set(title=text, xlabel="sequences at once", ylabel="tokens a second", ylim=(0, None))
+        axis.set_xticks(range(len(rows)), [str(batch) for batch in batches])
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    figure.suptitle(f"{measured['model']} on {measured['machine']}: drafts by number and batch size")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
