@@ -138,6 +138,13 @@ class DraftLengths:
                 best, most = self.sizes[i], promised
         return best
 
+    def places(self, num_tokens: int) -> int:
+        """Returns the places for tokens of each decode in a step whose decodes have at most `num_tokens`
+        tokens. Where sizes are few, it is the next size."""
+        if self._most_decodes is None:
+            return num_tokens
+        return self.sizes[bisect_left(self.sizes, num_tokens)]
+
     def _rests(self, may_start: bool) -> bool:
         """Returns whether a head rests in the next step. It wakes up with a new sequence, as its cache lacks
         tokens of the others, or later."""
@@ -326,11 +333,6 @@ def sizes_up_to(most: int) -> list[int]:
         sizes.append(1 + drafts)
         drafts *= 2
     return [*sizes, most] if most > 1 else sizes
-
-
-def size_for(num_tokens: int, sizes: list[int]) -> int:
-    """Returns the smallest size with room for decodes of `num_tokens` tokens."""
-    return sizes[bisect_left(sizes, num_tokens)]
 
 
 def _bucket(num_decodes: int) -> int:

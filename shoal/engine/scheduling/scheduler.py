@@ -254,6 +254,7 @@ class Scheduler:
         head_rests = self.lengths is not None and self.lengths.head_rests
         num_tokens = self._schedule_decodes(decodes, queries)
         queries = max((entry.num_tokens for entry in decodes), default=1)
+        queries = queries if self.lengths is None else self.lengths.places(queries)
         if self.waiting or len(decodes) < len(self.running):
             budget = self._prompt_budget(len(decodes), len(decodes) * queries)
             self._schedule_prompts(chunks, budget)
@@ -267,8 +268,7 @@ class Scheduler:
         # Attention begins with the longest, so that the short ones fill the gaps at its end.
         decodes.sort(key=attrgetter("start"), reverse=True)
         entries = (*decodes, *chunks)
-        copies = self.blocks.copies(entries)
-        return StepPlan(entries, len(decodes), num_tokens, copies, queries, head_rests)
+        return StepPlan(entries, len(decodes), num_tokens, self.blocks.copies(entries), queries, head_rests)
 
     def update(
         self, plan: StepPlan, tokens: abc.Sequence[list[int]], reports: abc.Sequence[DraftReport] = ()

@@ -167,6 +167,18 @@ def test_repetition_takes_few_steps(wavering, build):
     assert llm.counts == {(1, 5, False): 8}
 
 
+@pytest.mark.parametrize("max_tokens", [38, 39, 40])
+def test_the_last_step_of_an_answer_is_captured_too(max_tokens, wavering, build):
+    """Regression: a step whose sequences all had room for fewer tokens than a size ran eagerly, and compiled
+    kernels."""
+    llm = build(wavering, speculative_config=FIXED)
+    prompt = [40, *follow(RING, 40, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    [out] = llm.generate([prompt], [params], use_tqdm=False)
+    assert list(out.outputs[0].token_ids) == follow(RING, prompt[-1], max_tokens)
+    assert llm.counts == {(1, 5, False): 8}
+
+
 def test_a_batch_too_large_for_drafts_looks_nothing_up_and_drafts_again_when_few_are_left(wavering, build):
     llm = build(wavering, speculative_config=FIXED, max_num_seqs=80)
     prompts = [[33 + i, *follow(RING, 33 + i, 20)] for i in range(75)]
