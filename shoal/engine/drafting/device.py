@@ -262,7 +262,7 @@ class Drafting:
     # The start
 
     def rehearse(self) -> None:
-        """Launches whatever kernels an eager step launches, for padding."""
+        """Launches the kernels of an eager step, for padding."""
         entry = torch.tensor([self.rows.history_RL.shape[0] - 1, 0, 1, 0], dtype=torch.int32)
         self._ops.write_histories(entry.to(self.table.device), self.rows)
         rows_B, kv_lens_B = torch.full_like(self._kv_lens_B[:1], -1), self._kv_lens_B[:1]

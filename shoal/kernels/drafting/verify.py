@@ -1,7 +1,7 @@
 """Verification of drafts in Triton, for a captured graph. reference.py describes what each function does.
 
-What begins a step is launched in the ordinary way (pdl.py), as it writes what the kernels of the step before
-may still read.
+`begin_verification` and `write_histories` are launched in the ordinary way (pdl.py), as kernels of the step
+before may still read the tensors that they write.
 """
 
 from __future__ import annotations
