@@ -121,3 +121,14 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 def sliding_window(fields: ConfigFields) -> int | None:
     """The window of layers that have one. None: they have none either."""
     return None if fields.get("sliding_window") is None else fields.count("sliding_window")
+
+
+def check_fixed(fields: ConfigFields, values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a field with another value than the only one that is supported. It may be
+    absent or null."""
+    for name, value in values.items():
+        if fields.get(name) not in (None, value):
+            raise CheckpointError(
+                f"{fields.where}: {name} must be {value!r}, got {fields.get(name)!r:.80}; other values are not "
+                "supported"
+            )

@@ -64,7 +64,8 @@ def config_from_gguf(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }
-    config |= _head_dims(values, config, "partial_rotary_factor" in architecture.defaults, where)
+    partial = "partial_rotary_factor" in architecture.defaults
+    config |= _head_dims(values, config, partial, bool(names.layers), where)
     if names.derived is not None:
         config |= names.derived(ConfigFields(config, where))
     parsed = _with_factors(config_from_json(config, where), rope_factors, where)
@@ -144,11 +145,12 @@ def _some_layer_has(shapes: Shapes, name: str) -> bool:
 
 
 def _head_dims(
-    values: Mapping[str, Any], config: Mapping[str, Any], partial: bool, where: str
+    values: Mapping[str, Any], config: Mapping[str, Any], partial: bool, is_hybrid: bool, where: str
 ) -> dict[str, Any]:
     """The size of a head, and which share of it is rotated. `partial`: the architecture may rotate a part."""
     rotated = values.get("rope.dimension_count")
-    if values.get("rope.scaling.finetuned") is False:  # attention has no rope, and the count means nothing
+    # A hybrid's attention has no rope then, and the count means nothing. Elsewhere it is about YaRN.
+    if is_hybrid and values.get("rope.scaling.finetuned") is False:
         return {"head_dim": values.get("attention.key_length")}
     if "attention.kv_lora_rank" in values:  # key_length is a latent's
         return {"head_dim": rotated}

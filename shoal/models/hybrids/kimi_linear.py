@@ -12,11 +12,13 @@ from shoal.kinds.recurrent import ChannelDeltaKind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields
+from shoal.models.config_fields import ConfigFields, check_fixed
 from shoal.models.config_latent import with_latents
 from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
+# fields that models of this class have with one value alone
+FIXED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 # a key of linear_attn_config -> its name in newer configs
 LINEAR_FIELDS = {
     "head_dim": "linear_head_dim",
@@ -48,6 +50,7 @@ def delta_layer(fields: ConfigFields) -> LayerKind:
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    check_fixed(fields, FIXED)
     config = with_latents(config.with_attention(rope=None), fields)
     experts = ExpertsKind(
         fields.count("n_routed_experts"),

@@ -3,12 +3,11 @@ router is a sigmoid with a correction bias, in groups."""
 
 from __future__ import annotations
 
-from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields
+from shoal.models.config_fields import ConfigFields, check_fixed
 from shoal.models.config_latent import with_latents
 
 # fields that models of this class have with one value alone
@@ -16,12 +15,7 @@ FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq":
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    for name, value in FIXED.items():
-        if fields.get(name) not in (None, value):
-            raise CheckpointError(
-                f"{fields.where}: {name} must be {value!r}, got {fields.get(name)!r:.80}; models with other "
-                "routers are not supported"
-            )
+    check_fixed(fields, FIXED)
     experts = ExpertsKind(
         fields.count("n_routed_experts"),
         fields.count("moe_intermediate_size"),

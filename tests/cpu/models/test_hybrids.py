@@ -40,6 +40,10 @@ def config_of(root, name, **changes):
         ("nemotron-h", dict(hybrid_override_pattern="MX"), "hybrid_override_pattern must be letters"),
         ("nemotron-h", dict(mlp_hidden_act="silu"), "mlp_hidden_act must be relu2, got 'silu'"),
         ("nemotron-h", dict(residual_in_fp32=True), "residual_in_fp32 must be false"),
+        # Regression: these were ignored, so the model was another one.
+        ("kimi-linear", dict(mla_use_nope=False), "mla_use_nope must be True, got False"),
+        ("kimi-linear", dict(moe_router_activation_func="softmax"), "must be 'sigmoid', got 'softmax'"),
+        ("kimi-linear", dict(moe_layer_freq=2), "moe_layer_freq must be 1, got 2"),
     ],
     ids=str,
 )

@@ -628,6 +628,15 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
         ({"llama.expert_count": 8}, ("expert_count 8", "Mixtral")),
         ({"llama.attention.head_count_kv": [2, 4]}, ("num_key_value_heads", "per layer")),
         ({"llama.rope.dimension_count": 8, "llama.attention.key_length": 16}, ("8 of 16",)),
+        # Regression: the flag switches ropes off in hybrids alone, and the whole head was rotated.
+        (
+            {
+                "llama.rope.dimension_count": 8,
+                "llama.attention.key_length": 16,
+                "llama.rope.scaling.finetuned": False,
+            },
+            ("8 of 16",),
+        ),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope",)),
         ({"llama.block_count": 0}, ("num_hidden_layers",)),
     ],
