@@ -324,11 +324,12 @@ class BeamSearchParams:
 GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults of SamplingParams' fields in a model's generation_config.json."""
+def sampling_defaults(generation_config: Mapping[str, Any], has_text: bool = True) -> dict[str, Any]:
+    """Returns the defaults of SamplingParams' fields in a model's generation_config.json. `has_text`: stop
+    strings need text, so an engine without a tokenizer has none."""
     found = {name: v for name in GENERATION_FIELDS if (v := generation_config.get(name)) is not None}
     if (most := found.pop("max_new_tokens", None)) is not None and most:
         found["max_tokens"] = most
-    if texts := generation_config.get("stop_strings"):
+    if has_text and (texts := generation_config.get("stop_strings")):
         found["stop"] = texts
     return found

@@ -277,7 +277,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from generation_config.json."""
-        return SamplingParams(**sampling_defaults(self.generation_config))
+        return SamplingParams(**sampling_defaults(self.generation_config, self.tokenizer is not None))
 
     # Everything else
 

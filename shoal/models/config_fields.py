@@ -129,6 +129,6 @@ def check_fixed(fields: ConfigFields, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if fields.get(name) not in (None, value):
             raise CheckpointError(
-                f"{fields.where}: {name} must be {value!r}, got {fields.get(name)!r:.80}; other values are not "
+                f"{fields.where}: {name} must be {value!r}, got {fields.get(name)!r:.80}; others are not "
                 "supported"
             )

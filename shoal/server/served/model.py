@@ -82,7 +82,8 @@ class LoadedModel:
     @functools.cached_property
     def default_params(self) -> dict[str, Any]:
         """Default sampling parameters by name, without max_tokens."""
-        return {k: v for k, v in sampling_defaults(self.generation_config).items() if k != "max_tokens"}
+        defaults = sampling_defaults(self.generation_config, self.tokenizer is not None)
+        return {name: value for name, value in defaults.items() if name != "max_tokens"}
 
     @property
     def default_max_tokens(self) -> int | None:

@@ -749,3 +749,10 @@ def test_outputs_have_vllms_attributes_and_times_where_asked(build):
     assert metrics.num_generation_tokens == 3 and metrics.arrival_time > 0 and not metrics.is_corrupted
     assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts <= metrics.last_token_ts
     assert metrics.first_token_latency > 0
+
+
+def test_stop_strings_of_a_model_are_no_defaults_without_a_tokenizer(build):
+    """Regression: a request without parameters was refused, as stop strings need text."""
+    llm = build("qwen3", skip_tokenizer_init=True)
+    llm.generation_config = {"stop_strings": ["x"], "max_new_tokens": 3}
+    assert len(ids_of(llm.generate(PROMPTS[:1]))[0]) <= 3

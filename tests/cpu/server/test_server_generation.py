@@ -159,3 +159,10 @@ def test_a_served_model_that_becomes_another_speaks_for_it_and_keeps_its_queue()
         model.close()
 
     asyncio.run(become())
+
+
+def test_stop_strings_of_a_model_are_no_defaults_without_a_tokenizer():
+    """Regression: every request to such a server was refused, as stop strings need text."""
+    for tokenizer, expected in ((byte_tokenizer(), {"stop": ["x"]}), (None, {})):
+        loaded = LoadedModel(tokenizer, 32, 300, (END,), 5, generation_config={"stop_strings": ["x"]})
+        assert loaded.default_params == expected
