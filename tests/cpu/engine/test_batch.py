@@ -101,6 +101,7 @@ def test_an_admitted_row_holds_every_field_where_the_kernels_read_it():
         Field.MAX_TOKENS: 1,
         Field.NUM_DRAFTS: 0,
         Field.ROOM: 8,
+        Field.PENDING: 0,
     }
 
 

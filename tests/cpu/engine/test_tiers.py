@@ -124,7 +124,7 @@ class Listener:
     def __init__(self):
         self.told = []
 
-    def stored(self, keys, parent, token_ids, adapter, cache_salt, tier):
+    def stored(self, keys, parent, token_ids, adapter, cache_salt, tier, has_states):
         self.told.append(("stored", *keys, tier))
 
     def removed_below(self, key, tier):
