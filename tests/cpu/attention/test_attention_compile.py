@@ -201,7 +201,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "qwen3-8b cascade, fp8 cache": partial(cascade, 32, 8, 128, BF16, 256, fp8=True),
     "head size 256, cascade, fp8 cache": partial(cascade, 8, 2, 256, BF16, 64, fp8=True),
     "qwen3-8b cascade, 9 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, queries=9),
-    "mistral, 25 tokens a decode": partial(cascade, 32, 8, 128, BF16, 16, window=4096, queries=25),
+    "mistral, 25 tokens a decode": partial(cascade, 32, 8, 128, BF16, 10, window=4096, queries=25),
     "qwen3-8b fp32, 9 tokens a decode": partial(cascade, 32, 8, 128, FP32, 8, queries=9),
     "gpt-oss-20b": partial(attend, 64, 8, 64, BF16, sinks=True),
     "gpt-oss-20b, a window": partial(attend, 64, 8, 64, BF16, window=128, sinks=True),
@@ -226,7 +226,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 192": partial(attend, 16, 4, 192, BF16, window=512),
     "head size 96": partial(attend, 32, 8, 96, BF16, sinks=True),
     "qwen3-8b cascade, fp8 cache, 25 tokens a decode": partial(
-        cascade, 32, 8, 128, BF16, 16, fp8=True, queries=25
+        cascade, 32, 8, 128, BF16, 10, fp8=True, queries=25
     ),
 }
 
