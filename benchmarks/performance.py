@@ -84,7 +84,7 @@ def conversation(rows: list[dict[str, Any]]) -> str:
         "tokens so far",
         "found",
         "first token, ms",
-        "beside the turn alone",
+        "times the turn alone",
         "without a cache, ms",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---:" * len(titles) + "|"]

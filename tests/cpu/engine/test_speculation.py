@@ -2,15 +2,18 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from shoal import LLM, BeamSearchParams, SamplingParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
+from shoal.engine import step_loop
 from shoal.engine.core import EngineCore
 from shoal.engine.scheduling import grammar as grammars
 from shoal.kernels.cpu import build as cpu_build
@@ -190,8 +193,9 @@ def test_a_request_with_any_option_drafts(options, steady, build):
     assert max(sizes) == 5 and len(sizes) <= 12
 
 
-def test_forced_tokens_are_drafts(steady, build):
+def test_forced_tokens_are_drafts(steady, build, monkeypatch):
     """A look-up finds none of them: the model would say other letters."""
+    monkeypatch.setattr(grammars, "SLOW_S", 60.0)  # a busy machine's grammars are slow, and get no drafts
     llm = build(steady, speculative_config=FIXED)
     text = "~one-way~to-go!~"
     grammar = StructuredOutputsParams(regex=f"[a-c]{text}[a-c]")
@@ -201,7 +205,8 @@ def test_forced_tokens_are_drafts(steady, build):
         assert sizes[1:4] == [5, 5, 5]
 
 
-def test_a_grammar_cuts_drafts_and_their_text_goes_on_in_what_is_looked_up(steady, build):
+def test_a_grammar_cuts_drafts_and_their_text_goes_on_in_what_is_looked_up(steady, build, monkeypatch):
+    monkeypatch.setattr(grammars, "SLOW_S", 60.0)
     llm = build(steady, speculative_config=FIXED)
     prompt = [40, *follow(RING, 40, 30)]
     said = spelled(follow(RING, prompt[-1], 20))
@@ -288,7 +293,11 @@ def test_repetition_takes_few_steps_and_each_step_as_many_tokens_as_hold(steady,
         assert max(sizes) <= 5 and len(sizes) <= 2 + -(-count // 5)
 
 
-def test_lengths_follow_what_steps_cost_and_repetition_is_still_found(steady, build):
+def test_where_all_steps_cost_the_same_repetition_is_found_by_measured_lengths_too(
+    steady, build, monkeypatch
+):
+    ticks = itertools.count()
+    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     llm = build(steady, speculative_config=NGRAM | {"num_speculative_tokens": 8}, max_model_len=1024)
     for _ in range(3):
         tokens, sizes = steps_of(llm, [40], max_tokens=400)
