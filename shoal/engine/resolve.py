@@ -21,6 +21,7 @@ from shoal.config import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
@@ -116,6 +117,8 @@ def resolve_config(
         )
     if not resolved.max_num_seqs:
         resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model, plan))
+    if config.speculative_config is not None and config.speculative_config.method != "auto":
+        _check_drafts(resolved)
     kept_bytes = num_weights(model) if quantizes else quantized_bytes if keep_quantized else None
     _check_memory(config, resolved, model, plan, kept_bytes)
     _check_rows(resolved, model, plan)
@@ -147,6 +150,17 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
             )
         options = dataclasses.replace(options, num_speculative_tokens=model.head_drafts)
     return options
+
+
+def _check_drafts(config: ResolvedConfig) -> None:
+    """Raises ConfigError if no step has room for the drafts that were asked for."""
+    if draft_sizes(config) == {}:
+        assert config.speculative is not None
+        raise ConfigError(
+            "speculative_config.num_speculative_tokens must be less than max_num_batched_tokens, which is "
+            f"{config.max_num_batched_tokens}, got {config.speculative.num_speculative_tokens}; lower it, "
+            "raise max_num_batched_tokens, or leave enable_adaptive_verification on"
+        )
 
 
 def _keeps_quantized(

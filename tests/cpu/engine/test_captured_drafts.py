@@ -156,6 +156,20 @@ def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries_or_la
         speculation(speculative_config=NGRAM, **other)
 
 
+def test_drafts_that_no_step_has_room_for_are_refused():
+    """Regression: an engine that was to verify nine tokens in steps of eight made no drafts, and did not say so."""
+
+    def check(**options):
+        speculative = SpeculativeConfig(**NGRAM | {"num_speculative_tokens": 8} | options)
+        resolve._check_drafts(
+            SimpleNamespace(device="cuda", max_num_seqs=4, max_num_batched_tokens=8, speculative=speculative)
+        )
+
+    check()  # steps of two and four tokens
+    with pytest.raises(ConfigError, match="max_num_batched_tokens, which is 8, got 8"):
+        check(enable_adaptive_verification=False)
+
+
 def test_repetition_takes_few_steps(wavering, build):
     llm = build(wavering, speculative_config=FIXED)
     prompt = [40, *follow(RING, 40, 30)]
