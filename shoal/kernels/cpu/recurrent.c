@@ -74,9 +74,8 @@ INLINE void store_numbers(const States *s, int64_t at, const float *from, int co
 }
 
 // As it is once stored and loaded again. Decodes with drafts round after each token, so that drafts change nothing.
-INLINE Vector rounded(Vector x) {
-    for (int i = 0; i < LANES; i++) x[i] = from_bf16(to_bf16(x[i]));
-    return x;
+INLINE void round_to_bf16(Vector *x) {
+    for (int i = 0; i < LANES; i++) (*x)[i] = from_bf16(to_bf16((*x)[i]));
 }
 
 INLINE int64_t row_of(const States *s, int seq) { return (s->rows[seq] < 0 ? s->spare_row : s->rows[seq]) * s->row_stride; }
@@ -182,7 +181,10 @@ static void delta_unit(void *shared, int unit, int thread) {
         }
         if (rounds) {
             for (int n = 0; n < keys; n++) {
-                for (int i = 0; i < REGISTERS; i++) state[n * REGISTERS + i] = rounded(decay[n] * state[n * REGISTERS + i] + before[n] * change[i]);
+                for (int i = 0; i < REGISTERS; i++) {
+                    state[n * REGISTERS + i] = decay[n] * state[n * REGISTERS + i] + before[n] * change[i];
+                    round_to_bf16(&state[n * REGISTERS + i]);
+                }
                 decay[n] = 1;
             }
             memset(change, 0, sizeof(change));
@@ -272,7 +274,7 @@ static void mamba_unit(void *shared, int unit, int thread) {
         if (t == span.stored)
             for (int p = 0; p < rows; p++) store_numbers(s, at + (int64_t)p * keys, (float *)(state + p * vectors), keys);
         if (span.drafts && s->is_bf16)
-            for (int i = 0; i < padded_rows * vectors; i++) state[i] = rounded(state[i]);
+            for (int i = 0; i < padded_rows * vectors; i++) round_to_bf16(&state[i]);
     }
 }
 

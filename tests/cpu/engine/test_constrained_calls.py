@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from shoal.engine.scheduling import grammar as grammars_of_rows
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
@@ -102,6 +103,12 @@ def byte_tokenizer(*words):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("<end>", *MARKS)])
     return Tokenizer(backend, {"eos_token": "<end>"})
+
+
+@pytest.fixture(autouse=True)
+def no_grammar_is_slow(monkeypatch):
+    """On a busy machine one would be, and its next mask computed in a thread, which these tests do not wait for."""
+    monkeypatch.setattr(grammars_of_rows, "SLOW_S", 60.0)
 
 
 @pytest.fixture(scope="module")
