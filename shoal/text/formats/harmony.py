@@ -15,7 +15,7 @@ from shoal.text.reading.thoughts import HARMONY
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 # Parts of a header, as regexes: its channel, its recipient and the format of its text.
-ANY, TO, JSON = "(analysis|commentary)", r"to=(functions\.)?{name}", r"( ?(<\|constrain\|>)?json)?"
+ANY, TO, JSON = "(analysis|commentary)", r"to=(functions\.)?{name}", r"( ?<\|constrain\|>json| json)?"
 ROLES = ("assistant", "user", "all", "system")
 
 

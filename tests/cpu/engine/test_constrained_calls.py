@@ -284,11 +284,13 @@ FREE = {
     "openai": (
         [f"<|channel|>final<|message|>Call {TO}.", "<|channel|>final<|message|>Hi<|end|>", f"<|channel|>commentary {TO}{JSON}"]
         + [f" {TO}<|channel|>commentary json<|message|>{{\"city\": \"Rome\"}}", f"<|channel|>analysis to=weather{JSON}"]
+        + [f"<|channel|>commentary {TO}{JSON[1:]}", f"<|channel|>commentary {TO} json<|message|>{{\"city\": \"Rome\"}}"]
         + [f"{ANALYSIS}{TO}<|end|>{NEXT}<|channel|>commentary {TO}{JSON}", f"{ANALYSIS}Hm"]
         + [f"<|channel|>commentary<|message|>Ah.<|end|>{NEXT}{ANALYSIS}Hm<|end|>{NEXT}<|channel|>final<|message|>So."]
         + ["<|channel|>commentary to=functions.weather.now<|message|>{}"],
         [f"<|channel|>commentary {TO}{JSON.replace('Paris', 'Oslo')}", "<|channel|>commentary to=functions.x<|message|>{}"]
-        + [f" {TO}.next{JSON}", f"<|channel|>commentary {TO}{JSON}<|end|>", f"{ANALYSIS}Hm<|end|>So."],
+        + [f" {TO}.next{JSON}", f"<|channel|>commentary {TO}{JSON}<|end|>", f"{ANALYSIS}Hm<|end|>So."]
+        + [f"<|channel|>commentary {TO}json<|message|>{{\"city\": \"Rome\"}}", f" {TO}<|channel|>analysisjson<|message|>{{\"city\": \"Rome\"}}"],
     ),
     "muse_glimmer": (
         [" to=user<|message|>Hi", f" to=self<|message|><atem:function_calls>?<|eom|>{NEXT}{INVOKE}", INVOKE]
