@@ -65,6 +65,7 @@ class BlockPool:
         self._default_end = self._ring(0)
         self._freed_at = [0] * num_blocks  # age, of blocks with a key
         self._generations = [0] * num_blocks
+        self.num_taken = 0  # free blocks that were taken so far, found ones included
         self.num_freed = 0  # how often a block with a key was released: the clock of their ages
 
     # What is there
@@ -131,8 +132,10 @@ class BlockPool:
         """The `shared` blocks, then `num_blocks` others, with a reference on each. None, and nothing taken,
         if too few are free."""
         ref_counts = self._ref_counts
-        if num_blocks + sum(ref_counts[block] == 0 for block in shared) > self.num_free:
+        num_taken = num_blocks + sum(ref_counts[block] == 0 for block in shared)
+        if num_taken > self.num_free:
             return None
+        self.num_taken += num_taken
         for block in shared:
             if ref_counts[block] == 0:
                 self._unlink(block)

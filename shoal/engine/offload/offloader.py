@@ -41,8 +41,7 @@ from shoal.kv.tiers.host import HostTier
 from shoal.kv.tiers.tier import Tier
 from shoal.stats import KvTierStats
 
-SCAN_S = 0.1  # between scans of the coldest blocks, unless blocks are being evicted quickly
-QUICK_SCAN_BLOCKS = 256  # a scan of this many blocks takes next to no time
+SCAN_S = 0.1  # between scans of the coldest blocks, unless blocks are being taken quickly
 POLL_S = 0.0003  # between polls while the engine waits for transfers
 
 
@@ -64,16 +63,19 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """The time of a scan of the coldest blocks, and the counts at that time."""
+    """The time of a scan of the coldest blocks, and the counts at that time: blocks registered so far, the
+    pool's `num_taken` and `num_free`, and how many blocks it could give away before one that the scan did not
+    see."""
 
     at: float
     num_registered: int
-    num_evicted: int
+    num_taken: int
     num_free: int
+    num_safe: int
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        return self.num_registered, self.num_evicted, self.num_free
+        return self.num_registered, self.num_taken, self.num_free
 
 
 class Offloader:
@@ -124,8 +126,7 @@ class Offloader:
         self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
         self._allowed_at = clock()  # when the allowance last grew
         self._num_registered = 0  # blocks, since the start
-        self._num_evicted = 0
-        self._last_scan = _Scan(0.0, 0, 0, -1)
+        self._last_scan = _Scan(0.0, 0, 0, -1, 0)
         self._has_more = False  # the last scan found more blocks than there was room for
 
     # Calls of the scheduler and the pool
@@ -223,7 +224,6 @@ class Offloader:
                     self._must_wait_for = max(self._must_wait_for, self._leaving[key])
 
     def removed(self, key: bytes, block: int) -> None:
-        self._num_evicted += 1
         is_behind = key in self._behind
         self._behind.discard(key)
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
@@ -379,18 +379,17 @@ class Offloader:
     def _is_due(self, idle: bool) -> bool:
         """True if it is time to look for blocks to copy out. A scan of many blocks takes longer than a step
         should wait, so not every step is followed by one."""
-        policy, last = self.policy, self._last_scan
+        policy, pool, last = self.policy, self.pool, self._last_scan
         is_time = idle or self.ledger.clock() - last.at >= SCAN_S
         if self._has_more:
             # there are blocks that should leave; a look is worth its time once a whole copy has room
             room = self._room()
             return room >= min(policy.copy_blocks, policy.max_leaving) or (room > 0 and is_time)
-        if (self._num_registered, self._num_evicted, self.pool.num_free) == last.counts:
+        if (self._num_registered, pool.num_taken, pool.num_free) == last.counts:
             return False  # nothing has changed since
-        # a quarter of the blocks that lower tiers have too was evicted: soon a block is that no tier has
-        is_pressing = self._num_evicted - last.num_evicted >= policy.watermark // 4
-        is_quick = policy.watermark <= QUICK_SCAN_BLOCKS
-        return is_time or is_pressing or is_quick
+        # The next step may take blocks that were freed since. The watermark is two steps of blocks or more.
+        num_safe = last.num_safe - (pool.num_taken - last.num_taken)
+        return is_time or (num_safe < pool.num_free and 2 * num_safe <= policy.watermark)
 
     def _room(self) -> int:
         """Blocks that may leave now."""
@@ -432,9 +431,12 @@ class Offloader:
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         """Up to `room` of the device's coldest blocks that are to leave."""
-        num_free = self.pool.num_free
-        self._last_scan = _Scan(self.ledger.clock(), self._num_registered, self._num_evicted, num_free)
-        return self._candidates(self.pool.coldest(self.policy.watermark), room)
+        pool, watermark = self.pool, self.policy.watermark
+        coldest = pool.coldest(watermark)
+        num_safe = watermark if len(coldest) == watermark else pool.num_free
+        counts = self._num_registered, pool.num_taken, pool.num_free
+        self._last_scan = _Scan(self.ledger.clock(), *counts, num_safe)
+        return self._candidates(coldest, room)
 
     def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         """Up to `room` of the new blocks that are to leave, those registered first."""

@@ -759,6 +759,30 @@ def test_a_block_that_waits_for_a_slow_disk_is_not_copied_out_again_nor_counted_
     offloader.check()
 
 
+def test_blocks_leave_before_they_are_taken_however_quick_the_steps_are():
+    """Regression: a scan that found few cold blocks was followed by the next after a tenth of a second, or when many blocks were evicted. Blocks that got cold in between were lost."""
+    scheduler = Scheduler(
+        num_blocks=1200, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32
+    )
+    policy = offload_policy(watermark=600, max_leaving=600)
+    costs, transfers, looks = Costs(2, 0.0, {"host": 0.0}), Recorded(4000), []
+    offloader = Offloader(scheduler, HostTier(4000), transfers, {}, policy, costs, clock=lambda: 100.0)
+    scheduler.blocks.fetches.sources.append(offloader)
+    scheduler.blocks.pool.listeners.append(offloader)
+    scheduler.blocks.watchers.append(offloader)
+    coldest = scheduler.blocks.pool.coldest
+    scheduler.blocks.pool.coldest = lambda count: looks.append(count) or coldest(count)
+    for i in range(300):
+        scheduler.add(Request(str(i), list(range(32 * i, 32 * i + 21)), params()))
+        offloader.poll()
+        scheduler.schedule()
+        offloader.before_step(launches=True)
+        scheduler.abort(str(i))
+        offloader.step_completed()
+        offloader.offload()
+    assert offloader.num_dropped == 0 and len(looks) <= 12
+
+
 def test_while_nothing_may_leave_nobody_looks_for_what_might():
     now, looks = [100.0], []
     scheduler = Scheduler(
