@@ -2,12 +2,24 @@
 delta net, Mamba-2, or a short convolution. No torch. kernels/recurrent/ computes with these numbers.
 
 Each kind says what it keeps of a sequence on a rank: `conv_shape`, the channels of its convolution and how
-many of their last inputs, and, but for short convolutions, `state_shape`, a matrix for each head. Numbers of
-heads are for the whole model, not for one rank."""
+many of their last inputs, and, but for short convolutions, `state_shape`, a matrix for each head.
+`conv_heads` says which heads the channels belong to, by which ranks divide them. Numbers of heads are for the
+whole model, not for one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def heads_of_rank(num_heads: int, tp_size: int) -> int:
+    """Ranks share heads in order. Where there are more ranks than heads, neighbours have a copy each."""
+    return max(1, num_heads // tp_size)
+
+
+def _num_channels(sections: Sequence[tuple[int, int]], tp_size: int) -> int:
+    """Returns the channels of a rank's convolution."""
+    return sum(heads_of_rank(num_heads, tp_size) * width for num_heads, width in sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +40,14 @@ class DeltaKind:
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 
+    @property
+    def conv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The heads of q, k and v, and the channels of one."""
+        keys = self.num_key_heads, self.key_dim
+        return keys, keys, (self.num_value_heads, self.value_dim)
+
     def conv_shape(self, tp_size: int) -> tuple[int, int]:
-        return sum(self.part_sizes) // tp_size, self.conv_width - 1
+        return _num_channels(self.conv_heads, tp_size), self.conv_width - 1
 
     def state_shape(self, tp_size: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp_size, self.key_dim, self.value_dim
@@ -75,11 +93,16 @@ class Mamba2Kind:
 
     def groups_per_rank(self, tp_size: int) -> int:
         """Ranks that share a group have a copy of it each."""
-        return max(1, self.num_groups // tp_size)
+        return heads_of_rank(self.num_groups, tp_size)
+
+    @property
+    def conv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The heads of x and the groups of B and C, and the channels of one."""
+        groups = self.num_groups, self.state_size
+        return (self.num_heads, self.head_dim), groups, groups
 
     def conv_shape(self, tp_size: int) -> tuple[int, int]:
-        shared = 2 * self.groups_per_rank(tp_size) * self.state_size
-        return self.inner_size // tp_size + shared, self.conv_width - 1
+        return _num_channels(self.conv_heads, tp_size), self.conv_width - 1
 
     def state_shape(self, tp_size: int) -> tuple[int, int, int]:
         return self.num_heads // tp_size, self.head_dim, self.state_size
@@ -98,8 +121,13 @@ class ShortConvKind:
     conv_width: int
     bias: bool = False  # in the convolution and the projections
 
+    @property
+    def conv_heads(self) -> tuple[tuple[int, int], ...]:
+        """Channels are divided one by one."""
+        return ((self.size, 1),)
+
     def conv_shape(self, tp_size: int) -> tuple[int, int]:
-        return self.size // tp_size, self.conv_width - 1
+        return _num_channels(self.conv_heads, tp_size), self.conv_width - 1
 
 
 RecurrentKind = DeltaKind | Mamba2Kind | ShortConvKind

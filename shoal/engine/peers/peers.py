@@ -16,6 +16,7 @@ from shoal.engine.peers.reader import POLL_S, KvReader
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import decode_address
+from shoal.engine.runner.state_rows import plan_states_of_size
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.step_part import StepPart
@@ -146,8 +147,7 @@ class KvPeers(StepPart):
 
     def name_model(self) -> None:
         """Sends readers and ranks the name of the model and weights of the blocks. Engines of other
-        tensor-parallel sizes have the same name for a checkpoint, unless it has recurrent layers: their
-        states are divided among the ranks in other ways."""
+        tensor-parallel sizes have the same name for a checkpoint."""
         self._is_stale = False
         runner, files = self._ranks.runner, self._checkpoint()
         if files is not None:
@@ -155,7 +155,7 @@ class KvPeers(StepPart):
         else:
             checksums = self._ranks.call(commands.CHECKSUMS)
             name = weights_fingerprint(checksums, runner.model_config)
-        name = runner.states.plan.add_to(name)
+        name = plan_states_of_size(self._config, runner.model_config, 1).add_to(name)
         self._ranks.call(commands.PEERS_NAME_MODEL, name)
         if self.lender is not None:
             self.lender.offers.model = name

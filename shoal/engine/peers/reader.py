@@ -22,8 +22,10 @@ from shoal.engine.scheduling.fetches import Fetch
 from shoal.engine.scheduling.part_state import CompletedFetch
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.scheduling.state_blocks import StateBlocks
+from shoal.hashing import part_key
 from shoal.kv.transfer.lease import Lease
-from shoal.kv.transfer.ticket import Failure, TransferError, unseal
+from shoal.kv.transfer.ticket import Failure, Ticket, TransferError, unseal
 from shoal.stats import KvTransferStats
 from shoal.telemetry.logs import about
 
@@ -102,13 +104,24 @@ class KvReader:
         if sealed is None:
             return
         try:
-            keys = unseal(sealed).keys
+            positions = self._positions(unseal(sealed))
         except TransferError as error:
             self._failed(seq, error.failure, str(error))
             return
-        positions = {key: position for position, key in enumerate(keys)}
         self._opening.add(seq)
         self._opened.append(_OpenTicket(seq, sealed, positions, self._threads.submit(self._open, sealed)))
+
+    def _positions(self, ticket: Ticket) -> dict[bytes, int]:
+        """Returns the position of each block of a ticket by its key. If the owner has another
+        tensor-parallel size, its snapshot may be in fewer parts than here: then positions go on behind the
+        ticket."""
+        positions = {key: position for position, key in enumerate(ticket.keys)}
+        blocks = self._scheduler.blocks
+        if isinstance(blocks, StateBlocks) and ticket.keys and len(blocks.groups) in ticket.groups:
+            first = ticket.groups.index(len(blocks.groups))
+            key = part_key(ticket.keys[first], 0)  # the snapshot's, as this changes a key and back
+            positions |= {part_key(key, part): first + part for part in range(blocks.snapshots.size)}
+        return positions
 
     def is_opening(self, seq: Sequence) -> bool:
         """True if the owner of the sequence's ticket has not answered yet."""

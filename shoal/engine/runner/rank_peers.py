@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +13,19 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
+from shoal.config import ResolvedConfig
+from shoal.engine.runner.state_rows import plan_states_of_size
 from shoal.errors import ConfigError
-from shoal.kv.layout import opaque_spec
+from shoal.kv.layout import LayoutError
 from shoal.kv.transfer.fetch import IDLE_S, BlockReader, Fetched
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Exports, Transports
-from shoal.kv.transfer.ticket import ExportAddress, TransferError
+from shoal.kv.transfer.states import StateInbox
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import CacheViews, Reach, TransportError
 from shoal.kv.view import BlockView
+from shoal.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +49,23 @@ class Ended(NamedTuple):
 class RankPeers:
     """Every fetch has a number, which rank 0 chose. `poll` says which have ended."""
 
-    def __init__(self, views: CacheViews, device: torch.device, has_states: bool = False) -> None:
-        """`views` are the rank's cache, one for each group of layers. `has_states`: some of its blocks hold
-        parts of snapshots."""
-        views = [*views, _parts(views[0])] if has_states else views
-        self._views, self._device = views, device
+    def __init__(
+        self, config: ResolvedConfig, model: ModelConfig, layers: CacheViews, device: torch.device
+    ) -> None:
+        """`layers` are the rank's cache, one for each group of layers. With recurrent layers some of its
+        blocks hold parts of snapshots, which are a group more."""
+        self._config, self._model, self._layers, self._device = config, model, layers, device
+        spec, states = layers[0].spec, plan_states_of_size(config, model, config.tensor_parallel_size)
+        self._states, self._views = None, list(layers)
+        if states.num_blocks:
+            self._states = states.row_layout(spec.tp_size)
+            parts = self._states.parts(spec.tp_rank, spec.tp_size, spec.num_blocks)
+            self._views.append(BlockView.over(parts, layers[0].storage))
         self._transports = Transports()
         self._exports: Exports | None = None
-        self._peers = BlockReader(b"", self._transports, views)
+        self._peers = BlockReader(b"", self._transports, self._views)
+        # with recurrent layers: by the tensor-parallel size of other workers
+        self._other_sizes: dict[int, tuple[BlockReader, StateInbox]] = {}
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
         # by the number of each fetch that `poll` has not reported
         self._cancels: dict[int, threading.Event] = {}
@@ -73,6 +86,8 @@ class RankPeers:
     def name_model(self, model: bytes) -> None:
         """The model and its weights from now on. Blocks of any other one are not read."""
         self._peers.model = model
+        for reader, _ in self._other_sizes.values():
+            reader.model = model
 
     def fetch(self, number: int, sealed: bytes, positions: Sequence[int], blocks: Sequence[int]) -> None:
         """Begins to read the blocks at these positions of a ticket into `blocks` here, after the steps and
@@ -121,7 +136,8 @@ class RankPeers:
             self._is_closed = True
             if self._tidying is not None:
                 self._tidying.cancel()
-        self._peers.close()
+        for reader in self._readers():
+            reader.close()
         if self._exports is not None:
             self._exports.close()
 
@@ -162,30 +178,67 @@ class RankPeers:
     def _tidy(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._peers.tidy()
+        readers = self._readers()
+        for reader in readers:
+            reader.tidy()
         with self._lock:
             self._tidying = None
-        if self._peers.num_connected:
+        if any(reader.num_connected for reader in readers):
             self._tidy_later()
 
     def _read(
         self, sealed: bytes, positions: Sequence[int], blocks: Sequence[int], cancelled: threading.Event
     ) -> Fetched:
         with Lease(sealed) as lease:
-            return self._peers.fetch(lease, positions, blocks, PATIENCE_S, cancelled.is_set)
+            if self._states is None or len(lease.ticket.ranks) == self._states.tp_size:
+                return self._peers.fetch(lease, positions, blocks, PATIENCE_S, cancelled.is_set)
+            return self._read_other_size(lease, positions, blocks, cancelled)
 
+    def _read_other_size(
+        self, lease: Lease, positions: Sequence[int], blocks: Sequence[int], cancelled: threading.Event
+    ) -> Fetched:
+        """A snapshot comes after the KV blocks before it. Its parts are not the owner's: their number may
+        differ, and each rank here makes its own of several."""
+        reader, inbox = self._of_size(len(lease.ticket.ranks))
+        parts = [i for i, group in enumerate(lease.ticket.groups) if group == len(self._layers)]
+        num_kv = bisect_left(positions, parts[0]) if parts else len(positions)
+        done = reader.fetch(lease, positions[:num_kv], blocks[:num_kv], PATIENCE_S, cancelled.is_set)
+        if num_kv == len(positions):
+            return done
+        room = inbox.view.spec.num_blocks
+        if len(parts) != room:
+            raise TransferError(
+                Failure.INCOMPATIBLE,
+                f"a snapshot of {lease.ticket.server} has {len(parts)} parts in place of {room}; run equal "
+                "versions of Shoal",
+            )
+        with inbox.lock:
+            states = reader.fetch(lease, parts, range(room), PATIENCE_S, cancelled.is_set)
+            inbox.unpack(blocks[num_kv:])
+        num_bytes, seconds = done.num_bytes + states.num_bytes, done.seconds + states.seconds
+        return Fetched(states.transport, len(blocks), num_bytes, seconds)
 
-def _parts(view: BlockView) -> BlockView:
-    """Returns the same memory as blocks of bytes: a group in addition to the layers', of parts of snapshots.
-    A part goes to the same rank of another worker, as states are divided in other ways than KV heads."""
-    spec = view.spec
-    parts = replace(
-        opaque_spec(spec.block_bytes, spec.num_blocks),
-        num_heads=spec.tp_size,
-        tp_rank=spec.tp_rank,
-        tp_size=spec.tp_size,
-    )
-    return BlockView.over(parts, view.storage)
+    def _of_size(self, tp_size: int) -> tuple[BlockReader, StateInbox]:
+        """Returns what reads from workers of another tensor-parallel size. Raises TransferError."""
+        assert self._states is not None
+        with self._lock:
+            if tp_size not in self._other_sizes:
+                try:
+                    plan = plan_states_of_size(self._config, self._model, tp_size)
+                    inbox = StateInbox(plan.row_layout(tp_size), self._states, self._layers[0])
+                except LayoutError as error:
+                    raise TransferError(
+                        Failure.INCOMPATIBLE,
+                        f"the states of a worker with tensor_parallel_size {tp_size} can't be divided "
+                        f"otherwise: {error}",
+                    ) from None
+                reader = BlockReader(self._peers.model, self._transports, [*self._layers, inbox.view])
+                self._other_sizes[tp_size] = reader, inbox
+            return self._other_sizes[tp_size]
+
+    def _readers(self) -> list[BlockReader]:
+        with self._lock:
+            return [self._peers, *(reader for reader, _ in self._other_sizes.values())]
 
 
 def decode_address(address: bytes) -> ExportAddress:

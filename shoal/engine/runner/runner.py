@@ -226,7 +226,7 @@ class ModelRunner:
     def open_peers(self) -> None:
         """Makes `peers`, for the cache as it is now."""
         assert self._peers is None
-        self._peers = RankPeers(self.cache.views(), self.device, bool(self.states.plan.num_blocks))
+        self._peers = RankPeers(self.config, self.model_config, self.cache.views(), self.device)
 
     @property
     def peers(self) -> RankPeers:

@@ -10,19 +10,21 @@ are applied."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import torch
 
 from shoal.config import ResolvedConfig
 from shoal.engine.drafting.device import Drafting
+from shoal.engine.runner.cache_plan import plan_cache
 from shoal.kernels.draft_spans import DraftSpans
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kernels.state import Field
-from shoal.kinds.recurrent import RecurrentKind, ShortConvKind
+from shoal.kinds.recurrent import RecurrentKind, ShortConvKind, heads_of_rank
+from shoal.kv.transfer.states import HeadRun, RowLayout
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.models.hybrids.hybrid_layer import HybridLayer
@@ -37,6 +39,15 @@ class StatePart:
     start: int  # in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # the first axis: the heads of the whole model, and how many entries each has
+    heads: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    def runs(self, tp_size: int) -> list[HeadRun]:
+        found, start, entry_bytes = [], self.start, math.prod(self.shape[1:]) * self.dtype.itemsize
+        for num_heads, width in self.heads:
+            found.append(HeadRun(start, num_heads, width * entry_bytes))
+            start += heads_of_rank(num_heads, tp_size) * width * entry_bytes
+        return found
 
     @property
     def end(self) -> int:
@@ -62,6 +73,12 @@ class StatePlan:
     @property
     def bytes_of_sequence(self) -> int:
         return self.row_bytes + self.kept_bytes
+
+    def row_layout(self, tp_size: int) -> RowLayout:
+        """Describes a row to workers of other tensor-parallel sizes. `tp_size`: this plan's."""
+        parts = [part for layer in self.layers.values() for part in layer if part is not None]
+        runs = tuple(run for part in parts for run in part.runs(tp_size))
+        return RowLayout(runs, self.num_blocks, self.row_bytes // self.num_blocks, tp_size)
 
     def add_to(self, fingerprint: bytes) -> bytes:
         """Returns the fingerprint of files that have snapshots of this layout. Without states it stays."""
@@ -99,12 +116,13 @@ def plan_states(config: ResolvedConfig, model: ModelConfig, block_bytes: int) ->
         mixer = kind.mixer
         if not isinstance(mixer, RecurrentKind):
             continue
-        conv = StatePart(end, mixer.conv_shape(size), dtype)
+        conv = StatePart(end, mixer.conv_shape(size), dtype, mixer.conv_heads)
         kept_conv = StatePart(kept_end, (num_drafts, conv.shape[0]), dtype)
         state, kept_state, end, kept_end = None, None, _aligned(conv.end), _aligned(kept_conv.end)
         if not isinstance(mixer, ShortConvKind):
             shape, given = mixer.state_shape(size), config.mamba_ssm_cache_dtype
-            state = StatePart(end, shape, getattr(torch, mixer.dtype if given == "auto" else given))
+            state_dtype = getattr(torch, mixer.dtype if given == "auto" else given)
+            state = StatePart(end, shape, state_dtype, ((mixer.state_shape(1)[0], 1),))
             kept_state = StatePart(kept_end, (num_drafts, mixer.input_size(size)), dtype)
             end, kept_end = _aligned(state.end), _aligned(kept_state.end)
         layers[i] = conv, state
@@ -112,6 +130,13 @@ def plan_states(config: ResolvedConfig, model: ModelConfig, block_bytes: int) ->
             kept[i] = kept_conv, kept_state
     num_blocks = -(-end // block_bytes)
     return StatePlan(layers, num_blocks * block_bytes, num_blocks, config.block_size, kept, kept_end)
+
+
+def plan_states_of_size(config: ResolvedConfig, model: ModelConfig, tp_size: int) -> StatePlan:
+    """Returns the plan of workers that differ in their tensor-parallel size alone. Raises LayoutError if the
+    model can't be divided so."""
+    config = replace(config, tensor_parallel_size=tp_size)
+    return plan_states(config, model, plan_cache(config, model).block_bytes)
 
 
 def _aligned(size: int) -> int:

@@ -93,7 +93,7 @@ class BlockReader:
                 Failure.INCOMPATIBLE,
                 f"the blocks belong to the model {lease.ticket.model!r}, and this worker runs {self.model!r}"
                 "; workers that hand blocks over need the same weights, and with recurrent layers the same "
-                "tensor_parallel_size, dtype and mamba_ssm_cache_dtype, too",
+                "dtype and mamba_ssm_cache_dtype, too",
             )
         with self._connected(lease.ticket.ranks) as (transport, peer):
             pulls: list[Pull] = []

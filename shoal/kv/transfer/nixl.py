@@ -41,18 +41,19 @@ class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Registered:
-    """A contiguous cache, registered with an agent."""
+    """A cache, registered with an agent. Each view is contiguous, and most of them are one memory."""
 
     def __init__(self, agent: Any, views: CacheViews) -> None:
-        self.address, self.num_bytes = one_piece(views)
+        pieces = list(dict.fromkeys(one_piece([view]) for view in views))
+        self.address = pieces[0][0]
         storage = views[0].storage
         on_device = storage.kind is Kind.DEVICE
         self.segment = "VRAM" if on_device else "DRAM"
         self.device = storage.device.index or 0 if on_device else 0
         self.context = functools.partial(in_context, self.segment, self.device)
         with self.context():
-            descriptor = (self.address, self.num_bytes, self.device, "")
-            self.handle = agent.register_memory([descriptor], self.segment)
+            descriptors = [(address, num_bytes, self.device, "") for address, num_bytes in pieces]
+            self.handle = agent.register_memory(descriptors, self.segment)
 
 
 class NixlExport:

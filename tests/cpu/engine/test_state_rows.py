@@ -13,7 +13,7 @@ from shoal.kernels.cpu import ops
 from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 
-DELTA = DeltaKind(2, 4, key_dim=16, value_dim=8, conv_width=4)
+DELTA = DeltaKind(4, 4, key_dim=16, value_dim=8, conv_width=4)
 MAMBA = Mamba2Kind(8, 4, num_groups=1, state_size=16, conv_width=4, dtype="bfloat16")
 CONV = ShortConvKind(48, conv_width=3)
 BLOCK_BYTES = 4096
@@ -36,7 +36,7 @@ def test_each_layer_has_a_view_of_its_own_part_of_a_row():
     rows = StateRows(plan_states(Options(), MODEL, BLOCK_BYTES), 3, ops, torch.device("cpu"))
     assert sorted(rows.layers) == [0, 2, 4] and rows.rows.shape == (4, rows.plan.row_bytes)
     delta, mamba, conv = (rows.layers[i] for i in (0, 2, 4))
-    assert delta.conv_RCW.shape == (4, 2 * 32 + 32, 3) and delta.state_R.shape == (4, 4, 16, 8)
+    assert delta.conv_RCW.shape == (4, 2 * 64 + 32, 3) and delta.state_R.shape == (4, 4, 16, 8)
     assert mamba.conv_RCW.shape == (4, 32 + 2 * 16, 3) and mamba.state_R.shape == (4, 8, 4, 16)
     assert conv.conv_RCW.shape == (4, 48, 2) and conv.state_R is None
     assert (delta.state_R.dtype, mamba.state_R.dtype) == (torch.float32, torch.bfloat16)
