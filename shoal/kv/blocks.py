@@ -14,8 +14,8 @@ parent, unless priorities or `reset` ask for that: what can be found can be reac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from typing import Protocol
 
 PRIORITIES = range(-128, 128)  # a findable block's; 0 unless set
@@ -111,14 +111,12 @@ class BlockPool:
 
     def free_blocks(self) -> list[int]:
         """All free blocks, in the order of re-use."""
-        return [block for end in self._ends for block in self._ring_from(end, self.num_blocks)]
+        return [block for end in self._ends for block in self._ring_from(end)]
 
     def coldest(self, num_blocks: int) -> list[int]:
         """Returns up to `num_blocks` free blocks with a key, in the order in which they will be taken."""
-        found: list[int] = []
-        for end in self._ends[1:]:
-            found += self._ring_from(end, num_blocks - len(found))
-        return found
+        blocks = (block for end in self._ends[1:] for block in self._ring_from(end))
+        return list(islice(blocks, num_blocks))
 
     def next_age(self) -> int | None:
         """Returns when the block that will be taken next was released, on the clock of `num_freed`. None: it
@@ -257,7 +255,7 @@ class BlockPool:
         assert self.num_free + len(holders) == self.num_blocks, "free + used != total"
         assert not holders.keys() & set(free), "a held block is in the free list"
         for end in self._ends:
-            ring = self._ring_from(end, self.num_blocks)
+            ring = list(self._ring_from(end))
             assert all(self._prev[self._next[block]] == block for block in [*ring, end]), (
                 "the free list is torn"
             )
@@ -297,13 +295,11 @@ class BlockPool:
             self._ends[1:] = [self._rings[p] for p in sorted(self._rings)]
         return end
 
-    def _ring_from(self, end: int, most: int) -> list[int]:
-        found: list[int] = []
+    def _ring_from(self, end: int) -> Iterator[int]:
         block = self._next[end]
-        while block != end and len(found) < most:
-            found.append(block)
+        while block != end:
+            yield block
             block = self._next[block]
-        return found
 
     def _hand_over(self, block: int) -> None:
         """For a block that is held no longer. If it is findable, its key goes to a copy that is held; if it
