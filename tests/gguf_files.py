@@ -24,14 +24,18 @@ def write(
     metadata: Callable[[gguf.GGUFWriter, dict], None],
     convert: Convert | None = None,
     kind: str = "F32",
+    num_heads: int = 0,
 ) -> None:
     """Writes the file. `metadata` adds the keys that not all architectures share, `convert` is for tensors that
-    the map has no name for."""
+    the map has no name for, `num_heads` blocks behind the last layer are draft heads."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    num_blocks = config["num_hidden_layers"] + num_heads
+    writer.add_block_count(num_blocks)
+    if num_heads:
+        writer.add_nextn_predict_layers(num_heads)
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -43,7 +47,7 @@ def write(
     writer.add_eos_token_id(5)
     metadata(writer, config)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[architecture], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(numbers[architecture], num_blocks)
     for name, tensor in stacked(load_file(folder / "model.safetensors")).items():
         for own, part in (convert(name, tensor, config) if convert else {name: tensor}).items():
             number = gguf.GGMLQuantizationType["F32" if part.dim() == 1 or part.shape[-1] % 32 else kind]

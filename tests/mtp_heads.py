@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,46 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from shoal.api import Request
+from shoal.config import EngineConfig
+from shoal.engine.core import EngineCore
+from shoal.sampling_params import SamplingParams
+from shoal.weights.source import resolve
 from tests import tiny
 from tests.tiny_families import write_family
 
+K = 3
+PROMPT = list(range(40, 75))
 NEAR_LAST = ("deepseek-v3", "glm4-moe", "glm4-flash")  # the head is one more layer
 QWENS = ("qwen3.5", "qwen3.5-moe", "qwen3.5-vision", "qwen3-next")
 NEMOTRONS = ("nemotron-h", "nemotron-latent")
 ERNIE = "ernie4.5-moe"
+
+
+def make_core(path: Path, k: int | None = K, **options: Any) -> EngineCore:
+    """An engine that drafts k tokens a step with the head in these files."""
+    defaults: dict[str, Any] = dict(
+        dtype="float32",
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=8 << 20,
+        speculative_config=dict(method="mtp", num_speculative_tokens=k, enable_adaptive_verification=False),
+    )
+    return EngineCore(EngineConfig(model=str(path), **defaults | options), resolve(str(path)))
+
+
+def answer(
+    core: EngineCore, prompt: list[int], n: int, each_step: Callable[[list[int]], None] = lambda tokens: None
+) -> list[int]:
+    """The n likeliest tokens. `each_step` gets what there is of them after each step."""
+    core.add(Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)))
+    found: list[int] = []
+    while core.has_work:
+        found += [token for output in core.step() for token in output.token_ids]
+        if found:
+            each_step(found)
+    return found
 
 
 def write_mtp(root: Path, name: str, scale: float = 1.0, **changes: Any) -> Path:

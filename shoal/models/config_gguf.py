@@ -50,6 +50,11 @@ def config_from_gguf(
             "language model"
         )
     config = _shared_fields(values, names, where)
+    if config["num_nextn_predict_layers"] and not any(name.startswith("blk.0.") for name in shapes):
+        raise CheckpointError(
+            f"{where}: the file holds a draft head alone, without the model's layers; name the model's own "
+            "file"
+        )
     if names.layers:
         config["layer_types"] = _layers_by_tensors(shapes, names, config, where)
     elif architecture.layer_types is not None:

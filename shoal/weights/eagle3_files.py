@@ -57,6 +57,10 @@ class Eagle3Files:
         return frozenset(name for name, _ in self._pickled())
 
     @property
+    def path(self) -> Path:
+        return self.folder
+
+    @property
     def decoder(self) -> ModelConfig:
         """The head's layers."""
         return self.config.decoder

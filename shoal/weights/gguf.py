@@ -26,6 +26,7 @@ from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
 from shoal.weights.gguf_latents import joined, suffix_of, whole_name, whole_shape
 from shoal.weights.gguf_recurrent import by_key_heads, restored, take_rows
+from shoal.weights.safetensors import Naming
 
 # names that all architectures share; each adds its own (models/architecture.py)
 NAMES = {
@@ -65,27 +66,45 @@ class Found(NamedTuple):
     read: Callable[[], Matrix]
 
 
-def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, Matrix]]:
-    """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
-    place for."""
-    for found in _found(header, config):
+def every_name(name: str) -> str:
+    """The Naming that takes all tensors under their checkpoint names."""
+    return name
+
+
+def gguf_tensors(
+    header: GGUFHeader, config: ModelConfig, naming: Naming = every_name
+) -> Iterator[tuple[str, Matrix]]:
+    """Each tensor under the name that `naming` makes of its checkpoint name. Raises CheckpointError for a
+    tensor that this engine has no place for."""
+    for found in _found(header, config, naming):
         yield found.name, found.read()
 
 
-def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, from the header alone. Raises CheckpointError for a tensor that this engine
-    has no place for."""
-    return {found.name: found.shape for found in _found(header, config)}
+def gguf_shapes(
+    header: GGUFHeader, config: ModelConfig, naming: Naming = every_name
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that `naming` takes, from the header alone. Raises CheckpointError for a
+    tensor that this engine has no place for."""
+    return {found.name: found.shape for found in _found(header, config, naming)}
 
 
-def _found(header: GGUFHeader, config: ModelConfig) -> Iterator[Found]:
-    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
-    names, num_experts = _names(header), 0 if config.experts is None else config.experts.num_experts
-    latents: dict[str, dict[str, TensorInfo]] = {}
+def stored_tensors(header: GGUFHeader) -> Iterator[tuple[str, TensorInfo]]:
+    """Yields the file's tensors with their checkpoint names, in which {} is the number of an expert. Raises
+    CheckpointError for a tensor that this engine has no place for."""
+    names = _names(header)
     for info in header.tensors.values():
-        if info.name in ROPE_TENSORS:  # it is part of the config
+        if info.name not in ROPE_TENSORS:  # they are part of the config
+            yield _hugging_face_name(info.name, names, header), info
+
+
+def _found(header: GGUFHeader, config: ModelConfig, naming: Naming) -> Iterator[Found]:
+    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
+    num_experts = 0 if config.experts is None else config.experts.num_experts
+    latents: dict[str, dict[str, TensorInfo]] = {}
+    for stored, info in stored_tensors(header):
+        name = naming(stored)
+        if name is None:
             continue
-        name = _hugging_face_name(info.name, names, header)
         if (whole := whole_name(name)) is not None:
             _check_stack(name, info, header)
             latents.setdefault(whole, {})[suffix_of(name)] = info

@@ -44,6 +44,10 @@ class TensorInfo:
     offset: int  # its first byte in the file
     num_bytes: int
 
+    def span(self, path: Path) -> tuple[Path, int, int]:
+        """Its place in the file of this path: its first byte, and its end."""
+        return path, self.offset, self.offset + self.num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:

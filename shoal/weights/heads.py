@@ -24,7 +24,9 @@ class HeadFiles(Protocol):
     """Parts are read on first use, which raises CheckpointError."""
 
     @property
-    def folder(self) -> Path: ...
+    def path(self) -> Path:
+        """The file or the folder, as errors name it."""
+        ...
 
     @property
     def decoder(self) -> ModelConfig:
@@ -78,5 +80,5 @@ def load_head(head: DraftHead, files: HeadFiles, *, dummy: bool = False) -> None
         if awaited:
             raise CheckpointError(f"it lacks {len(awaited)} tensors, the first is {min(awaited)}")
     except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{files.folder}: {error}") from None
+        raise CheckpointError(f"{files.path}: {error}") from None
     finish(head)

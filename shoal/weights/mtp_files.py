@@ -1,9 +1,9 @@
-"""`MtpFiles`: the MTP head in a model's own folder, whose tensors are beside the text model's, quantized or
-not. Only the tensors need torch."""
+"""`MtpFiles`: the MTP head in a model's own folder or GGUF file, quantized or not. Only the tensors need
+torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,20 +13,12 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields
-from shoal.models.heads.mtp_family import MtpFamily
+from shoal.models.heads.mtp_family import HeadNames, MtpFamily
 from shoal.models.heads.mtp_registry import BY_ARCHITECTURE
 from shoal.models.layouts.registry import BY_NAME as LAYOUTS
-from shoal.weights.quantized import EVERY_DTYPE, folder_tensors, tensor_headers
-from shoal.weights.safetensors import (
-    EMBEDDING,
-    HEAD,
-    KV_SCALE,
-    TensorHeader,
-    equal_tensors,
-    full_name,
-    has_weights,
-    safetensors_headers,
-)
+from shoal.weights.gguf_header import GGUFHeader
+from shoal.weights.head_tensors import HeadTensors, InFolder, InGGUF
+from shoal.weights.safetensors import EMBEDDING, HEAD, KV_SCALE, full_name
 
 if TYPE_CHECKING:
     from shoal.attention.backend import Backends
@@ -38,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.models.heads.mtp import MtpHead
 
 # the two ends of the vocabulary
+NORM = "model.norm.weight"
 ENDS = frozenset(name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
 
 
@@ -45,20 +38,22 @@ ENDS = frozenset(name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
 class MtpFiles:
     """A head that exists, but for a folder without weights."""
 
-    folder: Path
+    stored: HeadTensors
     target: ModelConfig
     layers: ModelConfig  # the target's, with the head's layers
     family: MtpFamily
+    head_names: HeadNames  # the family's for such files
 
     num_drafts = 1  # a step, as vLLM has it for a head of one module
 
+    @property
+    def path(self) -> Path:
+        return self.stored.path
+
     @cached_property
-    def headers(self) -> dict[str, TensorHeader]:
+    def names(self) -> Collection[str]:
         """The tensors as the files have them, under the module's names; none where there are no weights."""
-        if not has_weights(self.folder):
-            return {}
-        found = safetensors_headers(self.folder, EVERY_DTYPE, self.own_name)
-        return {name: header for _, headers in found for name, header in headers.items()}
+        return self.stored.names(self.layers, self.own_name) if self.stored.is_there else ()
 
     @cached_property
     def decoder(self) -> ModelConfig:
@@ -67,23 +62,25 @@ class MtpFiles:
         if quantization is None:
             return self.layers
         suffix = f".{LAYOUTS[quantization.layout].marker}"
-        is_quantized = any(name.endswith(suffix) for name in self.headers)
+        is_quantized = any(name.endswith(suffix) for name in self.names)
         return self.layers if is_quantized else replace(self.layers, quantization=None)
 
     @cached_property
     def own(self) -> frozenset[str]:
         """The modules that the head has for itself, as MtpHead takes them. Most files repeat the target's
-        embedding and output head."""
+        embedding and output head. GGUF files may lack the last norm, which is then the target's (llama.cpp's
+        rule)."""
         head = EMBEDDING if self.target.tie_word_embeddings else HEAD
         others = {EMBEDDING: EMBEDDING, HEAD: head}
-        held = {end for end in ENDS if any(name.startswith(f"{end}.") for name in self.headers)}
-        equal = equal_tensors(self.folder, self.own_name, others) if held else ()
+        held = {end for end in ENDS if any(name.startswith(f"{end}.") for name in self.names)}
+        equal = self.stored.equal(self.own_name, others) if held else ()
         ends = {end.removeprefix("model.") for end in held if f"{end}.weight" not in equal}
-        return frozenset(ends if self.family.shares_norm else ends | {"norm"})
+        lacks_norm = isinstance(self.stored, InGGUF) and NORM not in self.names
+        return frozenset(ends if self.family.shares_norm or lacks_norm else ends | {"norm"})
 
     @cached_property
     def _prefixes(self) -> Mapping[str, str]:
-        return self.family.names(self.target, len(self.layers.layers))
+        return self.head_names(self.target, len(self.layers.layers))
 
     def own_name(self, name: str) -> str | None:
         """The Naming of the head's tensors."""
@@ -114,17 +111,17 @@ class MtpFiles:
         """Raises CheckpointError unless the files hold the tensors of the head, and no others of it."""
         from shoal.models.shapes import mtp_shapes
 
-        found = tensor_headers(self.folder, self.decoder, self._read_name)
+        found = self.stored.shapes(self.decoder, self._read_name)
         for name, shape in mtp_shapes(self.decoder, self.own):
             if name not in found:
-                raise CheckpointError(f"{self.folder}: its MTP head lacks {name}; is a shard missing?")
-            if (own := found.pop(name).shape) != shape:
+                raise CheckpointError(f"{self.path}: its MTP head lacks {name}; is a shard missing?")
+            if (own := found.pop(name)) != shape:
                 raise CheckpointError(
-                    f"{self.folder}: {name} of its MTP head has shape {list(own)}, but the config asks for "
+                    f"{self.path}: {name} of its MTP head has shape {list(own)}, but the config asks for "
                     f"{list(shape)}"
                 )
         if found:
-            raise CheckpointError(f"{self.folder}: its MTP head holds {min(found)}, which such a head lacks")
+            raise CheckpointError(f"{self.path}: its MTP head holds {min(found)}, which such a head lacks")
 
     def difference(self, other: MtpFiles) -> str | None:
         """Returns why the tensors of `other` have no place in a module that was built for these files. None:
@@ -144,7 +141,7 @@ class MtpFiles:
 
     def tensors(self) -> Iterator[tuple[str, Loaded]]:
         """Yields the tensors under the module's names."""
-        yield from folder_tensors(self.folder, self.decoder, self._read_name)
+        yield from self.stored.tensors(self.decoder, self._read_name)
 
     def _read_name(self, name: str) -> str | None:
         """The Naming of the tensors that are not the target's again."""
@@ -163,11 +160,31 @@ def find_mtp(folder: Path, config: ModelConfig, fields: ConfigFields) -> MtpFile
     reads. A folder without weights has one if its family has. Raises CheckpointError for a head that is not
     supported."""
     family = BY_ARCHITECTURE.get(config.architecture)
-    if family is None:
+    return None if family is None else _found(InFolder(folder), config, fields, family, family.names)
+
+
+def find_gguf_mtp(header: GGUFHeader, config: ModelConfig) -> MtpFiles | None:
+    """Returns the MTP head in this GGUF file. None: the file has none. Raises CheckpointError for a head that
+    is not supported."""
+    if not config.num_draft_layers:
         return None
+    family = BY_ARCHITECTURE.get(config.architecture)
+    if family is None or family.gguf_names is None:
+        raise CheckpointError(
+            f"{header.path}: nextn_predict_layers must be 0 for method 'mtp', got {config.num_draft_layers}: "
+            f"the heads of {header.metadata['general.architecture']} files are not read; choose another "
+            "method, or leave speculative_config out: answers are the same"
+        )
+    fields = ConfigFields({}, str(header.path))
+    return _found(InGGUF(header), config, fields, family, family.gguf_names)
+
+
+def _found(
+    stored: HeadTensors, config: ModelConfig, fields: ConfigFields, family: MtpFamily, names: HeadNames
+) -> MtpFiles | None:
     layers = family.layers(config, fields)
-    files = MtpFiles(folder, config, replace(config, layers=layers), family)
-    if has_weights(folder) and not files.headers:
+    files = MtpFiles(stored, config, replace(config, layers=layers), family, names)
+    if stored.is_there and not files.names:
         return None
     if config.num_draft_layers > 1:
         raise CheckpointError(

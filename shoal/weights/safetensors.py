@@ -164,7 +164,7 @@ def has_own_head(folder: Path) -> bool:
     spans = _spans(folder)
     if HEAD not in spans:
         return any(name.startswith("lm_head.") for name in spans)  # a quantized one
-    return EMBEDDING in spans and not _are_equal(spans[HEAD], spans[EMBEDDING])
+    return EMBEDDING in spans and not are_equal(spans[HEAD], spans[EMBEDDING])
 
 
 def equal_tensors(folder: Path, naming: Naming, others: Mapping[str, str]) -> frozenset[str]:
@@ -174,7 +174,7 @@ def equal_tensors(folder: Path, naming: Naming, others: Mapping[str, str]) -> fr
     return frozenset(
         name
         for name, other in others.items()
-        if name in spans and other in theirs and _are_equal(spans[name], theirs[other])
+        if name in spans and other in theirs and are_equal(spans[name], theirs[other])
     )
 
 
@@ -188,7 +188,8 @@ def _spans(folder: Path, naming: Naming = full_name) -> dict[str, Span]:
     return spans
 
 
-def _are_equal(span: Span, other_span: Span) -> bool:
+def are_equal(span: Span, other_span: Span) -> bool:
+    """Says if two ranges of files have the same bytes. Raises CheckpointError."""
     with _reading(span[0]), _mapped(*span) as tensor, _mapped(*other_span) as other:
         return len(tensor) == len(other) and all(
             tensor[at : at + COMPARED_BYTES] == other[at : at + COMPARED_BYTES]

@@ -29,7 +29,7 @@ from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longr
 from shoal.weights.heads import HeadFiles
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
-from shoal.weights.mtp_files import MtpFiles, find_mtp
+from shoal.weights.mtp_files import MtpFiles, find_gguf_mtp, find_mtp
 from shoal.weights.packaged_models import BY_FILE, PACKAGED
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 
@@ -98,7 +98,7 @@ class CheckpointFiles:
             return self.with_own_head()
         assert options.model is not None
         head = resolve_eagle3(options.model, options.revision, download_dir)
-        head.config.check_target(self.config, str(head.folder))
+        head.config.check_target(self.config, str(head.path))
         return replace(self, head=head)
 
     def with_own_head(self) -> CheckpointFiles:
@@ -112,9 +112,10 @@ class CheckpointFiles:
         return replace(self, head=head)
 
     def find_own_head(self) -> MtpFiles | None:
-        """Returns the MTP head that the files hold. None: they hold none, or are a GGUF file."""
+        """Returns the MTP head in the files. None: there is no such head. Raises CheckpointError for a head
+        that is not supported."""
         if self.file is not None:
-            return None
+            return find_gguf_mtp(self.header, self._own_config)
         fields = text_config(self._fields, str(self.folder))
         return find_mtp(self.folder, self._own_config, ConfigFields(fields, str(self.folder / "config.json")))
 
@@ -207,10 +208,13 @@ class CheckpointFiles:
 
     @property
     def quantized_bytes(self) -> int | None:
-        """The bytes of the tensors in a GGUF file, or in a folder whose config says that they are quantized;
-        else None. In a folder without weights, the bytes that their quants would take."""
+        """The bytes of the tensors of a GGUF file that are read, or of all in a folder whose config says that
+        they are quantized; else None. In a folder without weights, the bytes that their quants would take."""
         if self.file is not None:
-            return sum(info.num_bytes for info in self.header.tensors.values())
+            first, count = self.config.num_layers, 0 if self.head else self.config.num_draft_layers
+            unread = tuple(f"blk.{i}." for i in range(first, first + count))
+            tensors = self.header.tensors.values()
+            return sum(info.num_bytes for info in tensors if not info.name.startswith(unread))
         if self.config.quantization is None:
             return None
         if not has_weights(self.folder):

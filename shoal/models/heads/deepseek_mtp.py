@@ -3,28 +3,15 @@ last one, with the head's other tensors beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
-from shoal.models.heads.mtp_family import MtpFamily
-
-
-def names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
-    own = f"layers.{config.num_layers}."
-    return {
-        f"{own}eh_proj.": "fc.",
-        f"{own}enorm.": "embedding_norm.",
-        f"{own}hnorm.": "hidden_norm.",
-        f"{own}shared_head.norm.": "norm.",
-        f"{own}shared_head.head.": "lm_head.",
-        f"{own}embed_tokens.": "embed_tokens.",
-        own: "layers.0.",
-    }
+from shoal.models.heads.mtp_family import MtpFamily, behind_last
 
 
 def layers(config: ModelConfig, fields: ConfigFields) -> tuple[LayerKind, ...]:
     return config.layers[-1:]
 
 
-FAMILY = MtpFamily(architectures=("deepseek_v3", "glm4_moe", "glm4_moe_lite"), names=names, layers=layers)
+FAMILY = MtpFamily(
+    architectures=("deepseek_v3", "glm4_moe", "glm4_moe_lite"), names=behind_last, layers=layers
+)

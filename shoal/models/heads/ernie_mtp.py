@@ -20,5 +20,9 @@ NAMES = {
     "mtp_block.0.": "layers.0.",
 }
 FAMILY = MtpFamily(
-    architectures=("ernie4_5_moe",), names=lambda config, num_layers: NAMES, layers=layers, shares_norm=True
+    architectures=("ernie4_5_moe",),
+    names=lambda config, num_layers: NAMES,
+    layers=layers,
+    shares_norm=True,
+    gguf_names=None,
 )

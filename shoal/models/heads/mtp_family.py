@@ -9,6 +9,24 @@ from dataclasses import dataclass
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
 
+# From the target's config and the number of the head's layers to the prefixes of its tensors in a checkpoint,
+# without the `model.` before them -> the prefixes in the module. The first that fits counts.
+HeadNames = Callable[[ModelConfig, int], Mapping[str, str]]
+
+
+def behind_last(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
+    """The names of a head that is one more layer behind the target's last one."""
+    own = f"layers.{config.num_layers}."
+    return {
+        f"{own}eh_proj.": "fc.",
+        f"{own}enorm.": "embedding_norm.",
+        f"{own}hnorm.": "hidden_norm.",
+        f"{own}shared_head.norm.": "norm.",
+        f"{own}shared_head.head.": "lm_head.",
+        f"{own}embed_tokens.": "embed_tokens.",
+        own: "layers.0.",
+    }
+
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
@@ -16,9 +34,10 @@ class MtpFamily:
     `embed_tokens` and `lm_head` may be the target's."""
 
     architectures: tuple[str, ...]  # the targets', by their names in models/registry.py
-    # From the target's config and the number of the head's layers to the prefixes of its tensors in a
-    # checkpoint, without the `model.` before them -> the prefixes in the module. The first that fits counts.
-    names: Callable[[ModelConfig, int], Mapping[str, str]]
-    # the head's layers, from the target's config and the fields of config.json
+    names: HeadNames
+    # The head's layers, from the target's config and the fields of config.json; a GGUF file has no fields.
     layers: Callable[[ModelConfig, ConfigFields], tuple[LayerKind, ...]]
     shares_norm: bool = False  # its last norm is the target's
+    # The names in GGUF files, once weights/gguf.py has given them a checkpoint's. None: no GGUF file is known
+    # to have such a head.
+    gguf_names: HeadNames | None = behind_last

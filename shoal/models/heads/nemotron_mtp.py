@@ -9,7 +9,7 @@ from shoal.errors import CheckpointError
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, RENAMED
-from shoal.models.heads.mtp_family import MtpFamily
+from shoal.models.heads.mtp_family import MtpFamily, behind_last
 from shoal.models.hybrids.nemotron_h import EXPERTS, LETTERS
 
 
@@ -55,4 +55,14 @@ def names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
     }
 
 
-FAMILY = MtpFamily(architectures=("nemotron_h",), names=names, layers=layers)
+def gguf_names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
+    """The two layers of a head are one block of the file."""
+    own = f"layers.{config.num_layers}."
+    return {
+        f"{own}post_attention_layernorm.": "layers.1.input_layernorm.",
+        f"{own}mlp.": "layers.1.mlp.",
+        **behind_last(config, num_layers),
+    }
+
+
+FAMILY = MtpFamily(architectures=("nemotron_h",), names=names, layers=layers, gguf_names=gguf_names)

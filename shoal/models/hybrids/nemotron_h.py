@@ -156,6 +156,7 @@ ARCHITECTURE = Architecture(
             **MAMBA_TENSORS,
             **EXPERT_TENSORS,
             "ssm_in": "mixer.in_proj",
+            "post_attention_norm": "post_attention_layernorm",  # in a draft head's block alone
             "ffn_latent_down": "mlp.fc1_latent_proj",
             "ffn_latent_up": "mlp.fc2_latent_proj",
         },

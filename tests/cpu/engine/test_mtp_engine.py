@@ -9,20 +9,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.api import Request
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
 from shoal.engine.runner import commands
 from shoal.engine.runner.start_up import rehearse
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.state import Field
 from shoal.sampling_params import SamplingParams
-from shoal.weights.source import resolve
 from tests import mtp_chains, quantized, tiny
 from tests.eagle3_heads import follow, ring
-from tests.mtp_heads import ERNIE, NEAR_LAST, NEMOTRONS, QWENS, LayersOracle, MtpOracle, write_mtp
-
-K = 3
-PROMPT = list(range(40, 75))
+from tests.mtp_heads import (
+    ERNIE,
+    NEAR_LAST,
+    NEMOTRONS,
+    PROMPT,
+    QWENS,
+    K,
+    LayersOracle,
+    MtpOracle,
+    answer,
+    make_core,
+    write_mtp,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,32 +41,12 @@ def build():
     cores = []
 
     def make(path, k=K, **options):
-        defaults = dict(
-            dtype="float32",
-            device="cpu",
-            max_model_len=128,
-            max_num_seqs=1,
-            kv_cache_memory_bytes=8 << 20,
-            speculative_config=dict(
-                method="mtp", num_speculative_tokens=k, enable_adaptive_verification=False
-            ),
-        )
-        cores.append(EngineCore(EngineConfig(model=str(path), **defaults | options), resolve(str(path))))
+        cores.append(make_core(path, k, **options))
         return cores[-1]
 
     yield make
     for core in cores:
         core.exit()
-
-
-def answer(core, prompt, n, each_step=lambda tokens: None):
-    core.add(Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)))
-    found = []
-    while core.has_work:
-        found += [token for output in core.step() for token in output.token_ids]
-        if found:
-            each_step(found)
-    return found
 
 
 @pytest.mark.parametrize(
