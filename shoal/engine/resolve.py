@@ -21,6 +21,7 @@ from shoal.config import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from shoal.engine.drafting.device import bytes_of_row
 from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.runner.cache_plan import CachePlan, plan_cache
 from shoal.engine.runner.state_rows import plan_states
@@ -236,6 +237,8 @@ def _check_memory(
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks, len(plan.groups)).row_stride
     row += plan_states(config, model, plan.block_bytes).bytes_of_sequence
+    drafts = 0 if config.speculative is None else bytes_of_row(config.speculative, config.max_model_len)
+    row += drafts
     free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
         ("max_num_seqs", config.max_num_seqs, row, "for each sequence's state"),
@@ -258,6 +261,7 @@ def _check_memory(
     ropes = {(a.rope, a.rotary_dim) for kind in model.cached_layers if (a := kind.attention) is not None}
     angles = config.max_model_len * sum(size for _, size in ropes)
     tables = torch.int32.itemsize * (angles + config.max_num_seqs * blocks * len(plan.groups))
+    tables += config.max_num_seqs * drafts
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
         raise ConfigError(

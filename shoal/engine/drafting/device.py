@@ -47,6 +47,12 @@ def history_length(options: SpeculativeConfig, max_model_len: int) -> int:
     return max_model_len if options.has_head else min(max_model_len, MOST_HISTORY)
 
 
+def bytes_of_row(options: SpeculativeConfig, max_model_len: int) -> int:
+    """Returns the bytes of a row's tokens and drafts on the device."""
+    num_tokens = options.num_speculative_tokens + history_length(options, max_model_len)
+    return num_tokens * torch.int32.itemsize
+
+
 def _parameters_of(options: SpeculativeConfig, most: int) -> LookUp | SuffixLookUp:
     if options.method != "suffix":
         return LookUp(most, options.prompt_lookup_min, options.prompt_lookup_max)

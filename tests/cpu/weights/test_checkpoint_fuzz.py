@@ -367,6 +367,28 @@ def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option, w
         resolve_config(EngineConfig(device="cpu", **option), model)
 
 
+HEAD = dict(method="eagle3", model="head", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("free", "whole", "words"),
+    [
+        (1 << 28, 1 << 40, r"max_num_seqs 256 needs \d+ bytes for each sequence's state"),
+        (1 << 40, 1 << 30, r"tables of \d+ bytes for max_model_len 1048576 and max_num_seqs 256, are more"),
+    ],
+)
+def test_the_tokens_that_a_draft_head_reads_count_as_memory(free, whole, words, monkeypatch):
+    """Regression: 4 bytes for each position of each sequence were left out, here a gibibyte."""
+    monkeypatch.setattr("shoal.engine.resolve.available_bytes", lambda: free)
+    monkeypatch.setattr("shoal.engine.resolve.total_bytes", lambda: whole)
+    model = config_from_json(CONFIG | {"max_position_embeddings": 1 << 20}, "config.json")
+    options = dict(device="cpu", max_num_seqs=256, max_num_batched_tokens=1024)
+    resolve_config(EngineConfig(**options), model)
+    resolve_config(EngineConfig(**options, speculative_config=HEAD | dict(method="ngram", model=None)), model)
+    with pytest.raises(ConfigError, match=words):
+        resolve_config(EngineConfig(**options, speculative_config=HEAD), model)
+
+
 def test_what_a_stranger_wrote_reaches_a_log_printable_and_short():
     error = CheckpointError("the tensor \x1b[2J\ud800\n" + "x" * 10**6)
     assert str(error).isprintable() and len(str(error)) <= MAX_MESSAGE
