@@ -320,6 +320,8 @@ class BeamSearchParams:
         check_fields(self, RequestError)
 
 
+# From fields of generation_config.json to SamplingParams' names, where these differ.
+RENAMED_FIELDS = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 # Fields of generation_config.json that are defaults of SamplingParams.
 GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 

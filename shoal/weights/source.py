@@ -22,7 +22,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json, overridden, text_config
-from shoal.sampling_params import SamplingParams, sampling_defaults
+from shoal.sampling_params import RENAMED_FIELDS, SamplingParams, sampling_defaults
 from shoal.weights import hub, store
 from shoal.weights.eagle3_files import resolve_eagle3
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
@@ -335,13 +335,18 @@ def _found(path: Path) -> CheckpointFiles:
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:
     """Raises CheckpointError for defaults that would make every request fail."""
     defaults = sampling_defaults(generation_config)
+    own_names = {name: own for own, name in RENAMED_FIELDS.items()}
     large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
     if large:
-        raise CheckpointError(f"{where}: {large[0]} has more than 31 bits; give a smaller one{IGNORE}")
+        name = own_names.get(large[0], large[0])
+        raise CheckpointError(f"{where}: {name} has more than 31 bits; give a smaller one{IGNORE}")
     try:
         SamplingParams(**defaults)
     except RequestError as error:
-        raise CheckpointError(f"{where}: {error}{IGNORE}") from None
+        message, name = str(error), error.field or ""
+        if name in own_names:
+            message = message.replace(name, own_names[name], 1)
+        raise CheckpointError(f"{where}: {message}{IGNORE}") from None
 
 
 def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:

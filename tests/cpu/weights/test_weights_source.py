@@ -524,6 +524,17 @@ def test_stop_strings_of_a_generation_config_are_defaults():
     }
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [("stop_strings", 5), ("stop_strings", [""]), ("max_new_tokens", -3), ("max_new_tokens", 1 << 40)],
+)
+def test_errors_name_the_field_of_the_generation_config(folder, field, value):
+    """Regression: an error about stop_strings or max_new_tokens named `stop` or `max_tokens`."""
+    (folder / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {field} "):
+        _ = resolve(str(folder)).generation_config
+
+
 def test_a_cache_folder_that_cannot_be_written_is_named(wheel, monkeypatch):
     wheel.touch()
     with pytest.raises(CheckpointError, match="SHOAL_CACHE"):
