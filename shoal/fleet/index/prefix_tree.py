@@ -20,7 +20,10 @@ Chained hashes and the search are ideas of NVIDIA Dynamo's positional index; orp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import compress
+from operator import or_
 
 import msgspec
 
@@ -209,18 +212,43 @@ class PrefixTree:
         return found
 
     def _cut_to_snapshots(self, found: dict[int, int], chain: Sequence[int], level: int) -> None:
-        cut = {worker: depth for worker, depth in found.items() if self._with_states >> worker & 1}
-        for depth in range(max(cut.values(), default=0), 0, -1):
-            here = 0
-            for marked in self._snapshots[: level + 1]:
-                here |= marked.get(chain[depth - 1], 0)
-            for worker in [worker for worker in cut if here >> worker & 1 and cut[worker] >= depth]:
-                found[worker] = depth
-                del cut[worker]
-            if not cut:
-                break
-        for worker in cut:
-            del found[worker]
+        """Cuts the depths of workers with recurrent layers to their last snapshots on this level. Reads the
+        chain backwards from each depth up to the first snapshot that is found, by functions in C alone."""
+        workers_at: dict[int, int] = {}
+        for worker, depth in found.items():
+            if bit := self._with_states & 1 << worker:
+                workers_at[depth] = workers_at.get(depth, 0) | bit
+        depths = sorted(workers_at, reverse=True)
+        lacking = 0  # workers that hold the block and have no snapshot yet
+        for depth, next_depth in zip(depths, [*depths[1:], 0]):
+            lacking |= workers_at[depth]
+            for end in self._ends_with_snapshots(chain, next_depth, depth, level):
+                here = lacking & self._with_snapshot(chain[end - 1], level)
+                lacking ^= here
+                while here:
+                    bit = here & -here
+                    here ^= bit
+                    found[bit.bit_length() - 1] = end
+                if not lacking:
+                    break
+        while lacking:
+            bit = lacking & -lacking
+            lacking ^= bit
+            del found[bit.bit_length() - 1]
+
+    def _ends_with_snapshots(self, chain: Sequence[int], start: int, end: int, level: int) -> Iterator[int]:
+        """Yields the numbers of blocks, from `end` down to those more than `start`, at whose end any worker
+        has a snapshot on this level."""
+        blocks = chain[start:end][::-1]
+        has_snapshot: Iterator[bool] = map(self._snapshots[DEVICE].__contains__, blocks)
+        for tier in range(HOST, level + 1):
+            if self._snapshots[tier]:
+                has_snapshot = map(or_, has_snapshot, map(self._snapshots[tier].__contains__, blocks))
+        return compress(range(end, start, -1), has_snapshot)
+
+    def _with_snapshot(self, chain: int, level: int) -> int:
+        """Returns the mask of the workers that have a snapshot after this block on this level."""
+        return reduce(or_, (marked.get(chain, 0) for marked in self._snapshots[: level + 1]))
 
     def forget_worker(self, worker: int, nodes: Iterable[Node]) -> None:
         """Removes all blocks of a worker. `nodes` are all nodes that it holds, in any tier."""
