@@ -9,13 +9,10 @@ import pytest
 
 from shoal import SamplingParams
 from shoal.api import Request
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
 from shoal.engine.peers.prefetches import Prefetches
 from shoal.kv.places import places
 from shoal.kv_events import BlockStored
-from shoal.weights.source import resolve
-from tests.tiny_families import write_family
+from tests.family_cores import family_cores
 
 NAMES = ["gemma3", "gpt-oss-plain", "granite-swa", "mixtral", "deepseek-v3", "gemma4", "gemma4-shared"]
 COUNT = 8
@@ -29,23 +26,8 @@ def name(request):
 
 @pytest.fixture
 def build(root):
-    made = []
-
-    def make(name, **options):
-        defaults = {
-            "dtype": "float32",
-            "device": "cpu",
-            "max_model_len": 256,
-            "kv_cache_memory_bytes": 4 << 20,
-        }
-        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
-        made.append(EngineCore(config, resolve(config.model, None, None)))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check()
-        core.exit()
+    with family_cores(root, max_model_len=256, kv_cache_memory_bytes=4 << 20) as make:
+        yield make
 
 
 def prompts(count, length=100):

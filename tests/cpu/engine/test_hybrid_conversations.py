@@ -1,17 +1,13 @@
 """Many conversations at once with a model of recurrent layers, which do not fit on the device together: with host
 memory below it, a turn computes its own tokens and at most a block."""
 
-import random
 import time
 
 import pytest
 
 from shoal import SamplingParams
 from shoal.api import Request
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
-from shoal.weights.source import resolve
-from tests.tiny_families import write_family
+from tests.family_cores import family_cores, numbers
 
 NUM = 64
 FIRST, OWN, ANSWER = 60, 12, 10  # tokens of a first prompt at least, of a further turn, and of an answer
@@ -21,24 +17,8 @@ DEADLINE_S = 300
 
 @pytest.fixture
 def build(root):
-    made = []
-
-    def make(name, **options):
-        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "max_num_seqs": 8}
-        defaults["kv_cache_memory_bytes"] = 64 << 20
-        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
-        made.append(EngineCore(config, resolve(config.model, None, None)))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check()
-        core.exit()
-
-
-def numbers(count, seed):
-    r = random.Random(seed)
-    return [r.randrange(100) for _ in range(count)]
+    with family_cores(root, max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20) as make:
+        yield make
 
 
 def answer_all(core, prompts):

@@ -8,12 +8,9 @@ import pytest
 
 from shoal import SamplingParams
 from shoal.api import Request
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
 from shoal.errors import ConfigError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
-from shoal.weights.source import resolve
-from tests.tiny_families import write_family
+from tests.family_cores import family_cores, numbers
 
 NAMES = ["qwen3.5", "qwen3-next"]
 COUNT = 20
@@ -27,24 +24,8 @@ def name(request):
 
 @pytest.fixture
 def build(root):
-    made = []
-
-    def make(name, **options):
-        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "max_num_seqs": 4}
-        defaults["kv_cache_memory_bytes"] = 16 << 20
-        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
-        made.append(EngineCore(config, resolve(config.model, None, None)))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check()
-        core.exit()
-
-
-def numbers(count, seed):
-    r = random.Random(seed)
-    return [r.randrange(100) for _ in range(count)]
+    with family_cores(root, max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=16 << 20) as make:
+        yield make
 
 
 def ask(core, prompt):

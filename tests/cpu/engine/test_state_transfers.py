@@ -8,13 +8,10 @@ import pytest
 
 from shoal import SamplingParams
 from shoal.api import Request
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
 from shoal.engine.peers.prefetches import Prefetches
 from shoal.kv.places import places
-from shoal.weights.source import resolve
 from tests.cpu.engine.test_family_tiers import DEADLINE_S, one_by_one, run
-from tests.tiny_families import write_family
+from tests.family_cores import family_cores
 
 NAMES = ["qwen3.5", "qwen3-next", "granite4-mamba", "lfm2", "nemotron-h"]
 LENDS, READS = {"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}
@@ -27,21 +24,8 @@ def name(request):
 
 @pytest.fixture
 def build(root):
-    made = []
-
-    def make(name, role=None, **options):
-        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 4}
-        defaults["kv_cache_memory_bytes"] = 16 << 20
-        transfer = {} if role is None else {"kv_transfer_config": role}
-        config = EngineConfig(model=str(write_family(root, name)), **defaults | transfer | options)
-        made.append(EngineCore(config, resolve(config.model, None, None)))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check()
-        core.exit()
-        core.check()
+    with family_cores(root, max_model_len=256, max_num_seqs=4, kv_cache_memory_bytes=16 << 20) as make:
+        yield lambda name, role=None, **options: make(name, kv_transfer_config=role, **options)
 
 
 def prompts(count, length=100):
