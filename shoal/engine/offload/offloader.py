@@ -329,16 +329,16 @@ class Offloader:
         writer.queue_all()
         blocks, metas = self._candidates(reversed(self.pool.coldest(num_blocks)), num_blocks)
         states = self.scheduler.blocks if isinstance(self.scheduler.blocks, StateBlocks) else None
-        while (blocks or ledger.under_way or writer.has_waiting) and ledger.clock() < deadline:
-            if states is not None and self._safe_room() >= states.snapshots.size:
+        snapshots = states.left_behind if states is not None else ()
+        while (blocks or snapshots or ledger.under_way or writer.has_waiting) and ledger.clock() < deadline:
+            num_left = len(blocks), len(snapshots)
+            if states is not None:
                 self._offload_snapshots(states)
-            if blocks and not self._leaving:
-                room = self._safe_room()
-                if room:
-                    self._copy_out(blocks[:room], metas[:room])
-                    del blocks[:room], metas[:room]
-                elif not (ledger.under_way or writer.has_waiting):
-                    break  # the content of the host blocks can't be written
+            if blocks and not self._leaving and (room := self._safe_room()):
+                self._copy_out(blocks[:room], metas[:room])
+                del blocks[:room], metas[:room]
+            if num_left == (len(blocks), len(snapshots)) and not (ledger.under_way or writer.has_waiting):
+                break  # the content of the host blocks can't be written
             writer.advance()
             if not self.poll():
                 time.sleep(POLL_S)
@@ -369,7 +369,7 @@ class Offloader:
             )
             has = self._is_in_host_tier if self.policy.has_host_tier else self._goes_below
             if is_there and not all(map(has, keys)):
-                if self._room() < min(size, self.policy.max_leaving) or self._allowed() < size:
+                if not self._has_room_for(size):
                     return
                 blocks.keep(snapshot)
                 self._parts.update(dict.fromkeys(keys, snapshot))
@@ -390,6 +390,12 @@ class Offloader:
         # The next step may take blocks that were freed since. The watermark is two steps of blocks or more.
         num_safe = last.num_safe - (pool.num_taken - last.num_taken)
         return is_time or (num_safe < pool.num_free and 2 * num_safe <= policy.watermark)
+
+    def _has_room_for(self, size: int) -> bool:
+        """Returns whether the `size` parts of a snapshot may leave now."""
+        if self._flushing:
+            return self._safe_room() >= min(size, self.policy.max_leaving) and self.host.num_free >= size
+        return self._room() >= min(size, self.policy.max_leaving) and self._allowed() >= size
 
     def _room(self) -> int:
         """Blocks that may leave now."""

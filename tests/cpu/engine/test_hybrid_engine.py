@@ -122,6 +122,24 @@ def test_an_engine_that_ends_writes_the_states_of_its_last_request(build, tmp_pa
     assert ask(build("qwen3.5", **store), prompt)[1] == 96
 
 
+def test_an_engine_that_ends_writes_more_snapshots_than_its_host_memory_holds(build, tmp_path):
+    """Regression: snapshots on their way to the store pushed each other out of host memory."""
+    runner = build("qwen3.5").ranks.runner
+    block, num_parts = runner.cache.plan.block_bytes, runner.states.plan.num_blocks
+    store = {"kv_store": f"file://{tmp_path}/store", "kv_load_policy": "always"}
+    store |= {"kv_host_bytes": 8 * num_parts * block, "max_num_seqs": 8}
+    first, prompts = build("qwen3.5", **store), [numbers(100, i) for i in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        first.add(Request(str(i), prompt, params))
+    while first.has_work:
+        first.step()
+    assert len(first.scheduler.blocks.left_behind) > 8
+    first.exit()
+    other = build("qwen3.5", **store)
+    assert [ask(other, prompt)[1] for prompt in prompts] == [96] * len(prompts)
+
+
 def test_a_prompt_of_which_all_but_the_last_token_is_found_begins_as_a_decode(name, build):
     core, prompt = build(name), numbers(97, 0)
     expected = ask(core, prompt)[0]
