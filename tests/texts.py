@@ -1,15 +1,16 @@
-"""Texts on which tokenizers differ, and small vocabularies trained on the spot: a byte-level and a
-SentencePiece one."""
+"""Texts on which tokenizers differ, and small vocabularies trained on the spot: a byte-level
+one, a SentencePiece one and Gemma 4's."""
 
 from __future__ import annotations
 
 import functools
 import io
+import json
 import random
 from typing import Any
 
 import sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 TEXTS = [
     "",
@@ -130,6 +131,37 @@ def sentencepiece_metadata(control: tuple[str, ...] = (), **more: Any) -> dict[s
         "tokenizer.ggml.tokens": [*(model.id_to_piece(i) for i in pieces), *control],
         "tokenizer.ggml.scores": [*(model.get_score(i) for i in pieces), *(0.0 for _ in control)],
         "tokenizer.ggml.token_type": [*kinds, *(3 for _ in control)],
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
+
+
+def gemma4_metadata(user_defined: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    """As llama.cpp's converter writes Gemma 4's: merges between pieces of characters, bytes, and marks of calls as
+    ordinary tokens."""
+    pieces = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    trained = Tokenizer(pieces)
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("[^\n]+|\n+"), "isolated")
+    control = ("<pad>", "<eos>", "<bos>", "<unk>", "<turn|>")
+    raw = tuple(f"<0x{i:02X}>" for i in range(256))
+    trained.train_from_iterator(
+        LESSON, trainers.BpeTrainer(vocab_size=700, special_tokens=[*control, *raw], show_progress=False)
+    )
+    model = json.loads(trained.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), *user_defined]
+    kinds = {**dict.fromkeys(control, 3), **dict.fromkeys(raw, 6), **dict.fromkeys(user_defined, 4)}
+    return {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
         **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
     }
 

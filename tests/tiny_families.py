@@ -486,7 +486,23 @@ FAMILIES |= {
         None,
     ),
 }
-TWO_HEAD_SIZES = ("gemma4", "gemma4-shared", "gemma4-experts")
+FAMILIES["gemma4-unified"] = (
+    "Gemma4UnifiedConfig",
+    dict(
+        text_config=dict(
+            {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"},
+            global_head_dim=32,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            tie_word_embeddings=True,
+        ),
+        vision_config=dict(mm_embed_dim=32, mm_posemb_size=8, output_proj_dims=tiny.COMMON["hidden_size"]),
+        audio_config=dict(audio_embed_dim=16),
+        tie_word_embeddings=True,
+    ),
+    gemma4_names,
+)
+TWO_HEAD_SIZES = ("gemma4", "gemma4-shared", "gemma4-experts", "gemma4-unified")
 FAMILIES["llama4"] = (
     "Llama4TextConfig",
     dict(

@@ -46,6 +46,10 @@ class GGUFNames:
     layers: Mapping[str, str] = field(default_factory=dict)
     # whether value heads lie one of each key head after another
     moves_value_heads: bool = False
+    # config.json's keys whose numbers may differ by layer. `derived` takes them as lists.
+    by_layer: tuple[str, ...] = ()
+    # whether rope_freqs.weight is there, and for layers without a window alone
+    full_rope_factors: bool = False
 
 
 def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
-from shoal.model_config import AttentionKind, ModelConfig
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
@@ -61,11 +61,10 @@ def config_from_gguf(
         config |= _gguf_layer_types(values)
     config |= {
         **names.values,
+        **_shown_by_tensors(shapes),
         "architectures": [architecture.hf_class],
         "vocab_size": embedding[0],
-        "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": _gguf_rope(values, longrope, where),
-        "use_qk_norm": _some_layer_has(shapes, "attn_q_norm.weight"),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }
@@ -73,7 +72,7 @@ def config_from_gguf(
     config |= _head_dims(values, config, partial, bool(names.layers), where)
     if names.derived is not None:
         config |= names.derived(ConfigFields(config, where))
-    parsed = _with_factors(config_from_json(config, where), rope_factors, where)
+    parsed = _with_factors(config_from_json(config, where), rope_factors, names.full_rope_factors, where)
     if parsed.norm == "zero_centred":  # llama.cpp's converter adds the 1
         parsed = replace(parsed, norm="float32")
     if architecture.layer_types is None and isinstance(parsed.attention, AttentionKind):
@@ -115,7 +114,7 @@ def _shared_fields(values: Mapping[str, Any], names: GGUFNames, where: str) -> d
     """config.json's fields that keys stand for. A file counts the layers that draft among its blocks."""
     config = {key: values[own] for own, key in {**KEYS, **names.keys}.items() if own in values}
     for key, value in config.items():
-        if not isinstance(value, list):
+        if not isinstance(value, list) or key in names.by_layer:
             continue
         of_layers = [
             number for number in value if number or not names.layers
@@ -143,6 +142,21 @@ def _layers_by_tensors(shapes: Shapes, names: GGUFNames, config: Mapping[str, An
             )
         types.append(found)
     return types
+
+
+def _shown_by_tensors(shapes: Shapes) -> dict[str, Any]:
+    """Fields of config.json that no key says, but the names and shapes of tensors."""
+    with_keys, with_values = (
+        {name.rpartition(".attn_")[0] for name in shapes if name.endswith(f".attn_{part}.weight")}
+        for part in "kv"
+    )
+    shown = {
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "use_qk_norm": _some_layer_has(shapes, "attn_q_norm.weight"),
+        "attention_k_eq_v": not with_keys <= with_values,
+    }
+    own = shapes.get("per_layer_token_embd.weight")
+    return shown if own is None else {**shown, "vocab_size_per_layer_input": own[0]}
 
 
 def _some_layer_has(shapes: Shapes, name: str) -> bool:
@@ -173,16 +187,26 @@ def _head_dims(
     return {"head_dim": head_dim}
 
 
-def _with_factors(config: ModelConfig, factors: tuple[float, ...], where: str) -> ModelConfig:
-    """Returns the config with a rope whose frequencies are divided by these, if there are any."""
-    rope, head_dim = config.attention.rope, config.attention.head_dim
-    if not factors or rope is None:
+def _with_factors(
+    config: ModelConfig, factors: tuple[float, ...], full_alone: bool, where: str
+) -> ModelConfig:
+    """Returns the config with ropes whose frequencies are divided by these, if there are any. `full_alone`:
+    layers with a window keep theirs, and the others must have factors."""
+    if not factors and not full_alone:
         return config
-    if len(factors) != head_dim // 2:
-        raise CheckpointError(
-            f"{where}: {len(factors)} rope factors for head_dim {head_dim}; it needs half as many"
-        )
-    return config.with_attention(rope=RopeConfig(rope.theta, "factors", factors=factors))
+
+    def divided(kind: LayerKind) -> LayerKind:
+        attention = kind.attention
+        if attention is None or attention.rope is None or (full_alone and attention.window is not None):
+            return kind
+        if len(factors) != attention.head_dim // 2:
+            raise CheckpointError(
+                f"{where}: the tensor rope_freqs.weight must have {attention.head_dim // 2} numbers, half of "
+                f"head_dim {attention.head_dim}, got {len(factors)}"
+            )
+        return kind.with_attention(rope=RopeConfig(attention.rope.theta, "factors", factors=factors))
+
+    return replace(config, layers=tuple(map(divided, config.layers)))
 
 
 def _gguf_layer_types(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     gemma3.GEMMA2,
     gemma3.GEMMA3,
     gemma4.ARCHITECTURE,
+    gemma4.UNIFIED,
     deepseek_v2.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe_lite.ARCHITECTURE,

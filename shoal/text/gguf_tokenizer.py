@@ -1,5 +1,5 @@
-"""Builds a `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") or
-SentencePiece ("llama").
+"""Builds a `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2"),
+SentencePiece ("llama") or BPE of characters ("gemma4").
 
 The metadata has the vocabulary and the merges, but only the name of the pre-tokenizer. PRE_TOKENIZERS has the
 rules of the published tokenizer.json files with these names. weights/gguf.py reads the file, and tokenizer.py
@@ -140,6 +140,8 @@ PRE_TOKENIZERS = {
 END_TOKENS = frozenset(
     {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 )
+# Gemma 4's answers end with one of these, which files may list as ordinary tokens.
+GEMMA4, GEMMA4_END_TOKENS = "gemma4", ("<eos>", "<turn|>", "<|tool_response>")
 # Harmony's messages end with "<|end|>", and its answers with one of these.
 HARMONY_END_TOKENS = frozenset({"<|return|>", "<|call|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
@@ -160,8 +162,13 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
         )
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata)
-        backend = _byte_level(tokens, types, _list(metadata, "merges", str), pre)
+        backend = _byte_level(tokens, types, _merges(metadata), pre)
         add_bos = pre.add_bos
+    elif kind == GEMMA4:
+        backend = _characters(tokens, types, _merges(metadata), special_tokens(metadata).get("unk_token"))
+        # The first published files say no, and so llama.cpp does not ask them.
+        metadata = {**metadata, "tokenizer.ggml.add_bos_token": True}
+        add_bos = True
     elif kind == "llama":
         scores = _list(metadata, "scores", float, int)
         if len(scores) != len(tokens):
@@ -173,7 +180,9 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
         )
         add_bos = True
     else:
-        raise CheckpointError(f"tokenizer.ggml.model must be 'gpt2' or 'llama', got {kind!r:.80}; {WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.model must be 'gpt2', 'llama' or 'gemma4', got {kind!r:.80}; {WAY_OUT}"
+        )
     added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
     backend.add_special_tokens(
         [AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED]
@@ -207,6 +216,8 @@ def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
     }
     ends = END_TOKENS | (HARMONY_END_TOKENS if special.keys() >= HARMONY_END_TOKENS else {"<|end|>"})
     known = [i for text, i in special.items() if text in ends]
+    if metadata.get("tokenizer.ggml.model") == GEMMA4:
+        known += [i for text in GEMMA4_END_TOKENS if (i := backend.token_to_id(text)) is not None]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
@@ -277,14 +288,20 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
         raise CheckpointError(f"the tokenizer in the GGUF file is damaged: {error}; {WAY_OUT}") from None
 
 
-def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: PreTokenizer) -> Backend:
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
-    for merge in merges:
+    for merge in _list(metadata, "merges", str):
         left, space, right = merge.partition(" ")
         if not space:
             raise CheckpointError(f"tokenizer.ggml.merges must be pairs, got {merge!r:.80}; {WAY_OUT}")
         pairs.append((left, right))
-    backend = _bpe(_vocabulary(tokens, types), pairs, ignore_merges=pre.ignore_merges)
+    return pairs
+
+
+def _byte_level(
+    tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: PreTokenizer
+) -> Backend:
+    backend = _bpe(_vocabulary(tokens, types), merges, ignore_merges=pre.ignore_merges)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -318,9 +335,22 @@ def _sentencepiece(
         raise CheckpointError(f"tokenizer.ggml.scores must be finite numbers; {WAY_OUT}")
     ranked.sort(key=lambda merge: merge[0])
     unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
+    merges = [(left, right) for _, left, right in ranked]
+    return _characters(tokens, types, merges, unknown, add_space_prefix)
+
+
+def _characters(
+    tokens: list[str],
+    types: list[int],
+    merges: list[tuple[str, str]],
+    unknown: str | None,
+    add_space_prefix: bool = False,
+) -> Backend:
+    """Builds a BPE that merges across words: spaces become ▁, and a character without a token becomes its
+    bytes."""
     backend = _bpe(
         _vocabulary(tokens, types),
-        [(left, right) for _, left, right in ranked],
+        merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=TokenType.BYTE in types,

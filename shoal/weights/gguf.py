@@ -34,6 +34,9 @@ NAMES = {
     "output_norm": "model.norm",
     "token_embd_norm": "model.norm",  # older files of LFM2
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",

@@ -15,7 +15,8 @@ NAME = re.compile(
 )
 LIBRARY_NAME = re.compile(r"(?P<model>[a-z][\w.-]*)(?::(?P<tag>[\w.-]+))?")
 LIBRARY_TAG = re.compile(
-    r"(?P<size>(?:[\d.]+[bm]|micro|tiny|small)(?:-h)?)(?:-instruct)?(?:-(?P<tag>(?:i?q\d|b?f)\w+))?",
+    r"(?P<size>(?:e?[\d.]+[bm]|micro|tiny|small)(?:-h)?)(?:-a\d+b)?(?:-instruct|-it)?"
+    r"(?:-(?P<tag>(?:i?q\d|b?f)\w+))?",
     re.IGNORECASE,
 )
 NEWEST = "latest"
@@ -31,6 +32,13 @@ LIBRARY = {
     },
     "gemma2": {size: f"bartowski/gemma-2-{size}-it-GGUF" for size in ("9b", "2b", "27b")},
     "gemma3": {size: f"unsloth/gemma-3-{size}-it-GGUF" for size in ("4b", "270m", "1b", "12b", "27b")},
+    "gemma4": {
+        "e4b": "unsloth/gemma-4-E4B-it-GGUF",
+        "e2b": "unsloth/gemma-4-E2B-it-GGUF",
+        "12b": "unsloth/gemma-4-12b-it-GGUF",
+        "26b": "unsloth/gemma-4-26B-A4B-it-GGUF",
+        "31b": "unsloth/gemma-4-31B-it-GGUF",
+    },
     "gpt-oss": {"20b": "ggml-org/gpt-oss-20b-GGUF"},
     "granite3.3": {
         "8b": "ibm-granite/granite-3.3-8b-instruct-GGUF",

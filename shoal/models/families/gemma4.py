@@ -1,6 +1,6 @@
 """Gemma 4: layers with a window and without differ in their heads, values are normed, and keys may be values.
 The last layers may read earlier ones' keys and values, layers may have embeddings of their own, and experts
-may stand beside the MLP (gemma4_layer.py)."""
+may stand beside the MLP (gemma4_layer.py). The text model of the unified class lacks the last two."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.models import config_gguf_gemma4
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.config_experts import with_experts
@@ -155,4 +156,23 @@ ARCHITECTURE = Architecture(
         **{name: f"per_layer.{name}" for name in PER_LAYER},
     },
     layer_class=layer_class,
+    gguf=config_gguf_gemma4.GGUF,
+)
+UNIFIED = replace(
+    ARCHITECTURE,
+    name="gemma4_unified_text",
+    hf_class="Gemma4UnifiedForCausalLM",
+    defaults={
+        **ARCHITECTURE.defaults,
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+    nested_in=("Gemma4UnifiedForConditionalGeneration",),
+    gguf=None,  # its files say gemma4
 )

@@ -15,15 +15,28 @@ from tests.tiny_families import write_family
 PROMPT = random.Random(3).choices(range(256), k=40)
 
 
-def assert_equal_to(folder, path) -> None:
-    options = dict(device="cpu", dtype="float32", max_model_len=64, skip_tokenizer_init=True)
+def prompt_logprobs(path, dtype="float32") -> list[dict[int, float]]:
+    """For each position of the prompt but the first, the log-probability of its token."""
+    options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(path), **options) as llm:
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+    return [{i: found.logprob for i, found in position.items()} for position in output.prompt_logprobs[1:]]
+
+
+def assert_equal_to(folder, path) -> None:
     expected = tiny.logprobs(folder, PROMPT)
-    for i, position in enumerate(output.prompt_logprobs[1:]):
+    for i, position in enumerate(prompt_logprobs(path)):
         for token, found in position.items():
-            assert abs(found.logprob - expected[i, token].item()) < 1e-3, i
+            assert abs(found - expected[i, token].item()) < 1e-3, i
+
+
+def assert_equal_files(path, other, most: float) -> None:
+    """Compares a file of packed weights with one of plain ones. `most`: by how much log-probabilities may differ on
+    average."""
+    pairs = zip(prompt_logprobs(path, "auto"), prompt_logprobs(other), strict=True)
+    differences = [abs(found[token] - expected[token]) for found, expected in pairs for token in expected]
+    assert sum(differences) / len(differences) < most
 
 
 def add_experts(writer, config) -> None:

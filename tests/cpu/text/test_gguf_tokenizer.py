@@ -271,6 +271,43 @@ def test_a_missing_pre_tokenizer_is_said_aloud(caplog):
     assert "tokenizer.ggml.pre" in caplog.text
 
 
+# Gemma 4
+
+
+GEMMA4_MARKS = ("<|channel>", "<channel|>", "<|tool_response>")
+
+
+def test_ids_and_text_of_gemma_4_are_those_of_transformers():
+    metadata = texts.gemma4_metadata(GEMMA4_MARKS)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    oracle = transformers.GemmaTokenizer({token: i for i, token in enumerate(tokens)}, merges)
+    oracle.add_special_tokens({"additional_special_tokens": ["<turn|>"]})
+    oracle.add_tokens(list(GEMMA4_MARKS))
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token) == (oracle.bos_token_id, "<eos>") == (2, "<eos>")
+    for text in [*texts.TEXTS, "<|channel>a<channel|>", *texts.random_texts(seed=9, count=50)]:
+        ids = tokenizer.encode(text)
+        assert ids == [2, *oracle(text, add_special_tokens=False)["input_ids"]], text
+        assert ids[1:] == tokenizer.encode(text, add_special_tokens=False), text
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == oracle.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            ), text
+
+
+def test_answers_of_gemma_4_end_with_a_turn_or_before_a_tool_response():
+    metadata = texts.gemma4_metadata(GEMMA4_MARKS)
+    ends = [
+        metadata["tokenizer.ggml.tokens"].index(text) for text in ("<eos>", "<turn|>", "<|tool_response>")
+    ]
+    assert Tokenizer.from_gguf(metadata).eos_token_ids == tuple(ends)
+
+
+def test_texts_of_gemma_4_begin_with_bos_whatever_the_file_says():
+    assert Tokenizer.from_gguf(texts.gemma4_metadata(add_bos_token=False)).encode("the")[0] == 2
+
+
 # SentencePiece
 
 

@@ -361,6 +361,8 @@ def test_a_download_that_fails_names_the_id_and_the_way_out(error, words, hub, m
         ("qwen3.5", "unsloth/Qwen3.5-9B-GGUF", None),
         ("qwen3.6:35b-q8_0", "unsloth/Qwen3.6-35B-A3B-GGUF", "Q8_0"),
         ("granite4:tiny-h", "ibm-granite/granite-4.0-h-tiny-GGUF", None),
+        ("gemma4", "unsloth/gemma-4-E4B-it-GGUF", None),
+        ("gemma4:26b-a4b-it-q8_0", "unsloth/gemma-4-26B-A4B-it-GGUF", "Q8_0"),
         ("granite4:350m-h-q8_0", "ibm-granite/granite-4.0-h-350m-GGUF", "Q8_0"),
         ("lfm2.5-thinking:1.2b", "LiquidAI/LFM2.5-1.2B-Thinking-GGUF", None),
     ],

@@ -1,0 +1,136 @@
+"""Gemma 4 in GGUF files, as llama.cpp's converter writes them: log-probabilities are transformers' for the
+checkpoint that the file was written from."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.models.config_gguf import config_from_gguf
+from shoal.weights.gguf_header import read_header, read_rope_factors
+from tests import gguf_files
+from tests.cpu.models.test_gguf_mixtures import assert_equal_files, assert_equal_to
+from tests.tiny_families import FULL, SLIDING, write_family
+
+
+def gemma4_heads(config: dict) -> dict[int, dict]:
+    """The heads of each layer without a window, in either form of a config."""
+    if "per_layer_config" in config:
+        return {int(i): own for i, own in config["per_layer_config"].items()}
+    heads = config.get("num_global_key_value_heads") or config["num_key_value_heads"]
+    own = dict(head_dim=config["global_head_dim"], num_key_value_heads=heads)
+    return {i: own for i, kind in enumerate(config["layer_types"]) if kind == FULL}
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: dict) -> None:
+    ropes, types, heads = config["rope_parameters"], config["layer_types"], gemma4_heads(config)
+    writer.add_rope_freq_base(ropes[FULL]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes[SLIDING]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in types])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    full, own = next(iter(heads.values()))["head_dim"], config["num_key_value_heads"]
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    of_layers = [heads.get(i, {}).get("num_key_value_heads", own) for i in range(len(types))]
+    writer.add_head_count_kv(of_layers if set(of_layers) != {own} else own)
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("enable_moe_block"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["use_double_wide_mlp"]:
+        width, num_own = config["intermediate_size"], len(types) - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([width if i < num_own else 2 * width for i in range(len(types))])
+    rotated = int(full * ropes[FULL]["partial_rotary_factor"] / 2)
+    factors = torch.tensor([1.0] * rotated + [1e30] * (full // 2 - rotated))
+    writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+
+def convert_gemma4(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith(".layer_scalar"):
+        return {f"{name}.weight": tensor}
+    if name.endswith(".router.scale"):
+        return {f"blk.{layer}.ffn_gate_inp.scale": tensor}
+    if name.endswith(".per_expert_scale"):
+        return {f"blk.{layer}.ffn_down_exps.scale": tensor}
+    return {f"{name}.weight" if ".experts." in name else name: tensor}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-shared", "gemma4-experts", "gemma4-unified"])
+def test_a_file_of_gemma_4_is_its_checkpoint(name, root, tmp_path):
+    folder = write_family(root, name)
+    gguf_files.write(tmp_path / "m.gguf", folder, "gemma4", add_gemma4, convert_gemma4)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def calm_gemma4(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    """With scores so small that roundings of weights stay roundings."""
+    factor = 0.1 if name.endswith("q_norm.weight") else 1.0
+    return {own: part * factor for own, part in convert_gemma4(name, tensor, config).items()}
+
+
+# sizes that groups of 256 weights divide, and experts that all are chosen
+WIDE = dict(hidden_size=256, intermediate_size=256, head_dim=32, global_head_dim=64)
+WIDE_OF = {
+    "gemma4": WIDE,
+    "gemma4-shared": dict(WIDE, hidden_size_per_layer_input=32),
+    "gemma4-experts": dict(WIDE, moe_intermediate_size=256, num_experts=4, top_k_experts=4),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, most", [("Q8_0", 1e-3), (gguf_files.like_q4_k_m, 0.15)], ids=["Q8_0", "Q4_K_M"]
+)
+@pytest.mark.parametrize("name", WIDE_OF)
+def test_gemma_4_in_fewer_bits_says_what_its_unpacked_weights_say(name, kind, most, root, tmp_path):
+    folder = write_family(root, name, **WIDE_OF[name])
+    paths = tmp_path / "packed.gguf", tmp_path / "plain.gguf"
+    for path, unpacked in zip(paths, (False, True)):
+        gguf_files.write(path, folder, "gemma4", add_gemma4, calm_gemma4, kind, unpacked)
+    assert_equal_files(*paths, most)
+
+
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        (
+            "feed_forward_length",
+            [96] * 5 + [192] * 5,
+            "intermediate_size must be one number for the first 6 layers",
+        ),
+        ("feed_forward_length", [96] * 6 + [288] * 4, "that number or twice as much for the 4 behind them"),
+        ("attention.sliding_window_pattern", [True] * 9, "layer_types must be a list of 10 values"),
+        (
+            "attention.head_count_kv",
+            [2] * 9 + [0],
+            r"num_key_value_heads\[9\].* is not an integer of at least 1",
+        ),
+    ],
+)
+def test_impossible_layers_of_gemma_4_are_refused_by_name(key, value, named, root, tmp_path):
+    folder, path = write_family(root, "gemma4-shared"), tmp_path / "m.gguf"
+    gguf_files.write(path, folder, "gemma4", add_gemma4, convert_gemma4)
+    header = read_header(path)
+    with pytest.raises(CheckpointError, match=named):
+        config_from_gguf(
+            {**header.metadata, f"gemma4.{key}": value}, header.shapes, str(path), read_rope_factors(header)
+        )
+
+
+def test_gemma_4_without_rope_factors_is_refused(root, tmp_path):
+    """Layers without a window would rotate whole heads."""
+    folder, path = write_family(root, "gemma4"), tmp_path / "m.gguf"
+    gguf_files.write(path, folder, "gemma4", add_gemma4, convert_gemma4)
+    header = read_header(path)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must have 16 numbers, .* got 0"):
+        config_from_gguf(header.metadata, header.shapes, str(path))
