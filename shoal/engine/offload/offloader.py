@@ -82,7 +82,7 @@ class Offloader:
     """The tiers as the scheduler's blocks know them: a `Source`, a `BlockWatcher` and the pool's listener.
     `persistent`: the tiers below the host by name, in the order of lookups.
 
-    Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. When a step has run:
+    Around a step: `poll`, `offload`, Scheduler.schedule, `before_step`, the step. When a step has run:
     `step_completed`. Without steps: `tick`.
     """
 

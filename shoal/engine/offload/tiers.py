@@ -156,6 +156,7 @@ class KvTiers(StepPart):
             self._reopen_persistent()
         self.look_ups.advance()
         self.offloader.poll()
+        self.offloader.offload()
         self._publish()
 
     def after_schedule(self, plan: StepPlan | None) -> list[Output]:
@@ -163,10 +164,7 @@ class KvTiers(StepPart):
         return []
 
     def after_step(self, waits: bool) -> None:
-        if not self.scheduler.has_work:
-            return  # `tick` follows when the last outputs have been passed on
-        self.offloader.offload()
-        if waits:
+        if waits and self.scheduler.has_work:
             time.sleep(POLL_S)
 
     def completed(self, plan: StepPlan, seconds: float) -> None:

@@ -75,9 +75,12 @@ def test_no_turn_computes_more_than_its_own_tokens_and_a_block(name, build):
     assert stats.num_blocks < NUM * needed and stats.kv_tiers["host"].fetched_blocks > NUM * needed
 
 
-def test_so_it_is_with_steps_that_are_scheduled_ahead_and_no_room_to_spare(build):
-    """Regression: the snapshots of running conversations made room for other conversations' keys and values."""
-    converse(small(build, "qwen3.5", num_kept=0, async_scheduling=True), 3)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite4-mamba"])
+def test_so_it_is_with_no_room_to_spare(name, is_async, build):
+    """Regression: the snapshots of running conversations made room for other conversations' keys and values, and the
+    last ones of a turn were not copied out before a next turn that came at once."""
+    converse(small(build, name, num_kept=0, async_scheduling=is_async), 3)
 
 
 @pytest.mark.slow
