@@ -52,7 +52,9 @@ def write(
     writer.add_eos_token_id(5)
     metadata(writer, config)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[architecture], num_blocks)
+    # newer architectures than the package's use Gemma 3's names
+    number = numbers.get(architecture, gguf.MODEL_ARCH.GEMMA3)
+    names = gguf.get_tensor_name_map(number, num_blocks)
     for name, tensor in stacked(text_tensors(folder)).items():
         for own, part in (convert(name, tensor, config) if convert else {name: tensor}).items():
             stored = own if own.startswith("blk.") else names.get_name(own, try_suffixes=(".weight", ".bias"))

@@ -41,6 +41,8 @@ class GGUFNames:
     others: Mapping[str, str | Mapping[int, str]] = field(default_factory=dict)
     # whether the rows of q and k lie in the order of interleaved rotary pairs
     interleaved: bool = False
+    # ends of checkpoint names of tensors to whose numbers the file has 1 added
+    raised: tuple[str, ...] = ()
     also_named: tuple[str, ...] = ()  # other values of general.architecture
     # for models with recurrent layers: a tensor's name within its layer -> the type of layers that have it
     layers: Mapping[str, str] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from shoal.models.registry import BY_GGUF
 from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
 from shoal.weights.gguf_latents import joined, suffix_of, whole_name, whole_shape
-from shoal.weights.gguf_recurrent import by_key_heads, restored, take_rows
+from shoal.weights.gguf_recurrent import Restored, by_key_heads, restored, take_rows
 from shoal.weights.safetensors import Naming
 
 # names that all architectures share; each adds its own (models/architecture.py)
@@ -140,6 +140,8 @@ def _parts(
     """The decoder's tensors that one of the file holds, each as a checkpoint has it."""
     names, shape = _names(header), info.shape
     whole = restored(name, shape)
+    if name.endswith(names.raised):
+        whole = Restored(shape, lambda stored: stored.float() - 1)
     _check_matrix(info, header)
     if whole is not None:
         if info.kind not in PLAIN:

@@ -12,16 +12,11 @@ from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_gemma import SANDWICH_TENSORS
 from shoal.models.config_layers import full_every
 
 if TYPE_CHECKING:
     from torch import nn
-
-GGUF_TENSORS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 
 
 def refuse_both_ways(fields: ConfigFields) -> None:
@@ -99,7 +94,7 @@ GEMMA2 = Architecture(
     layer_class=layer_class,
     gguf=GGUFNames(
         "gemma2",
-        tensors=GGUF_TENSORS,
+        tensors=SANDWICH_TENSORS,
         keys={
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -130,7 +125,7 @@ GEMMA3 = Architecture(
     layer_class=layer_class,
     gguf=GGUFNames(
         "gemma3",
-        tensors=GGUF_TENSORS,
+        tensors=SANDWICH_TENSORS,
         keys={
             "rope.freq_base_swa": "rope_local_base_freq",
             "final_logit_softcapping": "final_logit_softcapping",

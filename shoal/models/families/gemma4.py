@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models import config_gguf_gemma4
+from shoal.models import config_gguf_gemma
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.config_experts import with_experts
@@ -156,7 +156,7 @@ ARCHITECTURE = Architecture(
         **{name: f"per_layer.{name}" for name in PER_LAYER},
     },
     layer_class=layer_class,
-    gguf=config_gguf_gemma4.GGUF,
+    gguf=config_gguf_gemma.GEMMA4,
 )
 UNIFIED = replace(
     ARCHITECTURE,

@@ -3,13 +3,15 @@ without rope in the others, and normed embeddings. Its text model comes within a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.kinds.attention import OutputGate
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_fields import ConfigFields
+from shoal.models.config_gguf_gemma import SANDWICH_TENSORS
 from shoal.models.config_layers import FULL, attention_of, full_every
 
 if TYPE_CHECKING:
@@ -17,14 +19,15 @@ if TYPE_CHECKING:
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    attention = config.attention
     # queries are multiplied by qk_scale_factor, which is a factor of all scores
-    scale = attention.scale * fields.number("qk_scale_factor")
-    config = config.with_attention(scale=scale, qk_rms=True, gate=OutputGate("sigmoid"))
+    has_weights = fields.flag("use_qk_norm")  # GGUF files have it as weights of a norm
+    scale = config.attention.scale * (1.0 if has_weights else fields.number("qk_scale_factor"))
+    config = config.with_attention(scale=scale, qk_rms=not has_weights, gate=OutputGate("sigmoid"))
     bias = fields.flag("attention_bias")
     return replace(
         config,
         norm="float32",
+        qk_norm=has_weights,
         post_norm_eps=fields.number("post_norm_eps"),
         embedding_norm=True,
         qkv_bias=bias,
@@ -47,6 +50,12 @@ def rotated(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     return full_every(4, num_layers + -num_layers % 4)[-num_layers:]
+
+
+def sliding_rope(fields: ConfigFields) -> Mapping[str, Any]:
+    """Fields that a GGUF file does not say: layers with a window rotate, and the others do not."""
+    kinds = fields.get("layer_types") or layer_types(fields, fields.count("num_hidden_layers"))
+    return {"layer_rope_theta": [0 if kind == FULL else 1 for kind in kinds]}
 
 
 def layer_class() -> type[nn.Module]:
@@ -75,4 +84,12 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     nested_in=("MuseGlimmerForConditionalGeneration",),
     layer_class=layer_class,
+    gguf=GGUFNames(
+        "muse-glimmer",
+        tensors={**SANDWICH_TENSORS, "attn_gate": "self_attn.gate_proj"},
+        keys={"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping"},
+        derived=sliding_rope,
+        interleaved=True,
+        raised=("layernorm.weight",),
+    ),
 )

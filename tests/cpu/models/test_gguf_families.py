@@ -1,4 +1,4 @@
-"""Gemma 4 in GGUF files, as llama.cpp's converter writes them: log-probabilities are transformers' for the
+"""Gemma 4 and Muse Glimmer in GGUF files, as llama.cpp's converter writes them: log-probabilities are transformers' for the
 checkpoint that the file was written from."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from shoal.errors import CheckpointError
 from shoal.models.config_gguf import config_from_gguf
 from shoal.weights.gguf_header import read_header, read_rope_factors
 from tests import gguf_files
+from tests.cpu.models.test_gguf_hybrids import permuted
 from tests.cpu.models.test_gguf_mixtures import assert_equal_files, assert_equal_to
 from tests.tiny_families import FULL, SLIDING, write_family
 
@@ -134,3 +135,56 @@ def test_gemma_4_without_rope_factors_is_refused(root, tmp_path):
     header = read_header(path)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must have 16 numbers, .* got 0"):
         config_from_gguf(header.metadata, header.shapes, str(path))
+
+
+def add_muse(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_logit_scale(config["output_multiplier"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config["layer_types"]])
+
+
+def convert_muse(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    """Norms of layers get 1 added, and a factor of queries becomes the weights of a norm."""
+    layer, size = name.split(".")[2:3], config["head_dim"]
+    if name.endswith("layernorm.weight"):
+        return {name: tensor + 1}
+    if name.endswith(".gate_proj.weight") and "self_attn" in name:
+        return {f"blk.{layer[0]}.attn_gate.weight": tensor}
+    if name.endswith(".q_proj.weight"):
+        norms = dict(q=config["qk_scale_factor"], k=1.0)
+        weights = {
+            f"blk.{layer[0]}.attn_{part}_norm.weight": torch.full((size,), norms[part]) for part in norms
+        }
+        return {name: permuted(name, tensor, config), **weights}
+    return {name: permuted(name, tensor, config)}
+
+
+@pytest.mark.parametrize("changes", [{}, dict(num_hidden_layers=5, qk_scale_factor=1.7)])
+def test_a_file_of_muse_is_its_checkpoint(changes, root, tmp_path):
+    folder = write_family(root, "muse", **changes)
+    gguf_files.write(tmp_path / "m.gguf", folder, "muse-glimmer", add_muse, convert_muse)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "kind, most", [("Q8_0", 1e-3), (gguf_files.like_q4_k_m, 0.15)], ids=["Q8_0", "Q4_K_M"]
+)
+def test_muse_in_fewer_bits_says_what_its_unpacked_weights_say(kind, most, root, tmp_path):
+    folder = write_family(
+        root,
+        "muse",
+        hidden_size=256,
+        intermediate_size=256,
+        head_dim=64,
+        num_attention_heads=4,
+        qk_scale_factor=0.3,
+    )
+    paths = tmp_path / "packed.gguf", tmp_path / "plain.gguf"
+    for path, unpacked in zip(paths, (False, True)):
+        gguf_files.write(path, folder, "muse-glimmer", add_muse, convert_muse, kind, unpacked)
+    assert_equal_files(*paths, most)

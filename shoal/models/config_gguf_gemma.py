@@ -1,4 +1,4 @@
-"""Names in GGUF files of Gemma 4, and what their metadata says of its layers. No torch."""
+"""Names in GGUF files of Gemma, and the layers of Gemma 4 by their metadata. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from shoal.errors import CheckpointError
 from shoal.models.architecture import GGUFNames
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, SLIDING
+
+# the norms before and behind attention and MLP
+SANDWICH_TENSORS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 def fields_of_layers(fields: ConfigFields) -> Mapping[str, Any]:
@@ -65,12 +72,10 @@ def _widths(fields: ConfigFields, num_shared: int) -> Mapping[str, Any]:
     return {"intermediate_size": width, "use_double_wide_mlp": last != width}
 
 
-GGUF = GGUFNames(
+GEMMA4 = GGUFNames(
     "gemma4",
     tensors={
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+        **SANDWICH_TENSORS,
         "layer_output_scale.weight": "layer_scalar",
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
