@@ -253,9 +253,11 @@ class DraftLengths:
         """Takes in the time of a step with `num_decodes` decodes of this size, whose tokens were learned
         before, and prompts. `head_s`: the part of the time that a head took."""
         num_accepted, self._num_accepted = self._num_accepted, 0
+        seconds -= head_s
+        # On a CPU a step has run when it is launched. If the one before is completed after that, this one's
+        # time may be less than its head's.
         if seconds <= 0 or not self.is_adaptive:
             return
-        seconds = max(seconds - head_s, 0.0)
         self._budget += LOSS * seconds
         row = self._rows.setdefault(_bucket(num_decodes), _Row())
         self._book_head(row, size, head_s, seconds)

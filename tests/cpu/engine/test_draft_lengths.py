@@ -278,3 +278,13 @@ def test_any_reports_and_times_give_a_size_that_the_step_has_room_for():
                 lengths.learn(seq, 1 + rng.randint(0, verified), report)
                 assert 0 <= seq.drafts.first <= 1 and 0 <= seq.drafts.further <= 1
             lengths.completed(len(some), size, rng.choice([0.0, 1e-4, 0.1, 3.0]), rng.choice((0, 0, 0, 30)))
+
+
+def test_a_step_whose_head_took_all_of_its_time_tells_nothing():
+    """Regression: it cost nothing, and the next step was divided by that."""
+    lengths = DraftLengths(4, 512, has_head=True)
+    lengths.completed(1, 1, 0.01, head_s=0.02)
+    lengths.completed(1, 1, 0.02, head_s=0.01)
+    lengths.completed(1, 2, 0.01, head_s=0.01)
+    lengths.completed(1, 2, 0.03, head_s=0.01)
+    assert lengths._rows[1].by_size[2].ratio == pytest.approx(2)
