@@ -33,6 +33,7 @@ STATE_DTYPES = ("auto", "float32", "bfloat16")
 MOST_DRAFTS = 64  # more are hardly ever all accepted, and a step has room for them in each sequence
 MOST_LOOKUP_TOKENS = 64
 DEFAULT_LOOKUP_TOKENS = 5
+MOST_EARLIER_ANSWERS = 10_000  # vLLM's default; each new request is compared with all of them
 # Sizes of steps are then 1, 2, 3, 5 and 9 tokens. Three equal tokens are seldom a coincidence, and of several
 # earlier places the one with most equal tokens is the likeliest to continue in the same way.
 AUTO_DRAFTS = {"num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 8}
@@ -207,7 +208,11 @@ class SpeculativeConfig:
         24, "suffix: most tokens of match and drafts together", low=1, high=MOST_DRAFTS
     )
     suffix_decoding_max_cached_requests: int = option(
-        0, "suffix: earlier answers in which drafts are looked up; none so far", low=0, high=0
+        0,
+        "suffix: earlier answers of the engine that are kept to look drafts up in, of requests with the same "
+        "cache_salt",
+        low=0,
+        high=MOST_EARLIER_ANSWERS,
     )
     suffix_decoding_max_spec_factor: float = option(
         1.0, "suffix: most drafts for each token of the match", low=0, high=MOST_DRAFTS
@@ -263,6 +268,12 @@ class SpeculativeConfig:
             )
         if self.method == "suffix" and self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", self.suffix_decoding_max_tree_depth)
+        if self.method != "suffix" and self.suffix_decoding_max_cached_requests:
+            raise ConfigError(
+                "speculative_config.suffix_decoding_max_cached_requests must be 0 with method "
+                f"{self.method!r}, got {self.suffix_decoding_max_cached_requests}; choose method 'suffix', "
+                "or leave it out"
+            )
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None:
             least = DEFAULT_LOOKUP_TOKENS if most is None else most

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from shoal.config import ResolvedConfig
+from shoal.engine.answer_keeper import AnswerKeeper
 from shoal.engine.block_events import BlockEvents
 from shoal.engine.cost_learner import CostLearner
 from shoal.engine.draft_learner import DraftLearner
@@ -49,6 +50,8 @@ def build_parts(
     drafting = ranks.runner.drafting
     if options is not None and drafting is not None:
         yield DraftLearner(config, options, scheduler, drafting.clock)
+        if drafting.earlier is not None:
+            yield AnswerKeeper(drafting.earlier, scheduler)
     if config.has_kv_tiers:
         yield KvTiers(config, ranks, scheduler, events)
     if config.kv_transfer_config is not None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 from shoal.api import Output
 from shoal.config import ResolvedConfig
-from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.pause_state import PauseState
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
@@ -135,9 +134,7 @@ class StepLoop:
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
         several = self.ranks.size > 1
-        drafts = (
-            None if runner.drafting is None else DraftSender(runner.layout, runner.drafting.history_length)
-        )
+        drafts = None if runner.drafting is None else runner.drafting.new_sender(runner.layout)
         return BatchBuilder(
             runner.layout,
             runner.cache.plan.groups[0].block_size,

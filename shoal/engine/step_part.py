@@ -139,6 +139,7 @@ class Parts:
         grammars     first: a request that its grammar ends is known to be ended by the parts below
         step costs   needs no other part
         drafts       needs no other part
+        answers      needs no other part
         tiers        before peers: copies out of blocks are ordered before peers write into these blocks. In
                      `tick` peers come first, so that the blocks that they release are offloaded
         peers        before weight exports: both only withdraw, so either order would do

@@ -89,6 +89,14 @@ def test_vllms_other_names_of_a_method_are_read():
         (NGRAM | {"model": "m"}, "model must be left out with method 'ngram', got 'm'"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must .* \[0, 1\]"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "max_tree_depth must be an integer"),
+        (
+            {"method": "suffix", "suffix_decoding_max_cached_requests": 10_001},
+            "max_cached_requests must be an integer from 0 to 10000, got 10001",
+        ),
+        (
+            NGRAM | {"suffix_decoding_max_cached_requests": 5},
+            "max_cached_requests must be 0 with method 'ngram', got 5; choose method 'suffix'",
+        ),
         ({"method": "eagle3"}, "model must be the checkpoint of the draft head with method 'eagle3'"),
         ("ngram", "speculative_config must be a dict or a JSON object, got 'ngram'"),
         ("7", "speculative_config must be a dict or a JSON object, got '7'"),

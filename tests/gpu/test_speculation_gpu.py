@@ -3,13 +3,14 @@ with graphs and without, asynchronous or not."""
 
 import os
 import random
+from dataclasses import astuple
 
 import pytest
 import torch
 
 from shoal import LLM, SamplingParams
 from shoal.kernels.drafting import reference
-from shoal.kernels.drafting.draft_rows import REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.drafting.draft_rows import EARLIER, REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
 from shoal.kernels.state import Field, StateLayout
 from tests import eagle3_heads, mtp_chains, tiny
 from tests.chain import broken_runs, follow, ring, write_chain
@@ -37,6 +38,7 @@ def _rows(seed, num_rows, length, most, letters):
     drafts = DraftRows(
         torch.randint(0, letters, (num_rows + 1, most), dtype=torch.int32),
         torch.zeros(num_rows + 1, length, dtype=torch.int32),
+        torch.zeros(num_rows + 1, dtype=torch.int32),
     )
     entries = []
     for row in range(num_rows):
@@ -45,7 +47,9 @@ def _rows(seed, num_rows, length, most, letters):
         tokens += tokens[again : again + r.randint(0, 40)]
         first = max(0, len(tokens) - length)
         entries += [row, first, len(tokens) - first, *tokens[first:]]
-        table[row, Field.TOKEN], table[row, Field.POSITION] = tokens[-1], len(tokens) - 1
+        earlier = r.randrange(len(tokens))
+        entries += [row, EARLIER, 1, earlier]
+        table[row, Field.TOKEN], table[row, Field.POSITION] = tokens[-1], len(tokens) - 1 - earlier
         table[row, Field.MAX_TOKENS], table[row, Field.NUM_DRAFTS] = (
             r.randint(1, most + 1),
             r.randint(0, most),
@@ -66,10 +70,11 @@ def test_kernels_are_the_references(parameters, letters):
     print("seed", seed)
     torch.manual_seed(seed)
     table, drafts, entries = _rows(seed, num_rows, length, 8, letters)
-    on_gpu = table.cuda(), DraftRows(drafts.drafts_RK.cuda(), drafts.history_RL.cuda())
+    on_gpu = table.cuda(), DraftRows(*(tensor.cuda() for tensor in astuple(drafts)))
     reference.write_histories(entries, drafts)
     triton_ops.write_histories(entries.cuda(), on_gpu[1])
     assert torch.equal(on_gpu[1].history_RL.cpu(), drafts.history_RL)
+    assert torch.equal(on_gpu[1].earlier_R.cpu(), drafts.earlier_R)
     order = torch.randperm(num_rows).int()
     for queries in (1, 4, 9):
         decodes, prefills = torch.cat((order[:30], torch.tensor([-1], dtype=torch.int32))), order[30:]
@@ -100,7 +105,7 @@ def test_look_ups_find_what_stands_in_a_long_history():
     from shoal.kernels.drafting import triton_ops
 
     table, drafts, entries = _rows(5, 40, 3000, 8, 50)
-    on_gpu = table.cuda(), DraftRows(drafts.drafts_RK.cuda(), drafts.history_RL.cuda())
+    on_gpu = table.cuda(), DraftRows(*(tensor.cuda() for tensor in astuple(drafts)))
     reference.write_histories(entries, drafts)
     triton_ops.write_histories(entries.cuda(), on_gpu[1])
     rows = torch.arange(40, dtype=torch.int32)

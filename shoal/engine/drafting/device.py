@@ -16,9 +16,11 @@ import torch
 
 from shoal.attention.step_input import SharedPrefixes, StepInput
 from shoal.config import ResolvedConfig, SpeculativeConfig
+from shoal.engine.drafting.earlier_answers import MOST_EARLIER, EarlierAnswers
 from shoal.engine.drafting.head_clock import HeadClock
 from shoal.engine.drafting.head_drafter import HeadDrafter
 from shoal.engine.drafting.rank_head import RankHead
+from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.drafting.step_sizes import draft_sizes
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.draft_spans import DraftSpans
@@ -32,7 +34,7 @@ from shoal.kernels.drafting.draft_rows import (
 )
 from shoal.kernels.ops import Ops
 from shoal.kernels.sampling.row_options import SamplePlaces
-from shoal.kernels.state import Field
+from shoal.kernels.state import Field, StateLayout
 
 # Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
 # attention reads kilobytes.
@@ -43,8 +45,12 @@ OPS = {"cuda": "shoal.kernels.drafting.triton_ops", "cpu": "shoal.kernels.cpu.dr
 
 def history_length(options: SpeculativeConfig, max_model_len: int) -> int:
     """Returns the number of a row's last tokens that the device keeps. A head reads a whole prompt there,
-    chunk by chunk."""
-    return max_model_len if options.has_head else min(max_model_len, MOST_HISTORY)
+    chunk by chunk. Earlier answers come before them."""
+    if options.has_head:
+        return max_model_len
+    return min(max_model_len, MOST_HISTORY) + (
+        MOST_EARLIER if options.suffix_decoding_max_cached_requests else 0
+    )
 
 
 def bytes_of_row(options: SpeculativeConfig, max_model_len: int) -> int:
@@ -84,6 +90,9 @@ class Drafting:
         few."""
         self._drafter, self._sizes = drafter, [1, *sizes]
         self._on_gpu = device.type == "cuda"
+        # The host's, which rank 0 alone fills. None: drafts are looked up in a sequence's own tokens alone.
+        num_answers = options.suffix_decoding_max_cached_requests
+        self.earlier = EarlierAnswers(num_answers) if num_answers else None
         self.clock = HeadClock(runs=drafter is not None and not self._on_gpu)
         # A GPU's process must not compile the C library, and a CPU's must not import Triton.
         self._ops: Any = importlib.import_module(OPS[device.type])
@@ -98,6 +107,7 @@ class Drafting:
             self.rows = DraftRows(
                 torch.zeros(num_rows, most, dtype=torch.int32),
                 torch.zeros(num_rows, history_length(options, max_model_len), dtype=torch.int32),
+                torch.zeros(num_rows, dtype=torch.int32),
             )
             self._tokens = torch.zeros(3, size * self.queries, dtype=torch.int32)
             self._kv_lens_B = torch.zeros(size, dtype=torch.int32)
@@ -112,10 +122,9 @@ class Drafting:
         self._step: StepInput  # the last decode step that was made
         self._captured: dict[Hashable, StepInput] = {}  # steps of graphs whose hidden states a head reads
 
-    @property
-    def history_length(self) -> int:
-        """The number of a row's last tokens that the device keeps."""
-        return self.rows.history_RL.shape[1]
+    def new_sender(self, layout: StateLayout) -> DraftSender:
+        """Returns its counterpart on the host, for rows as they are at the start."""
+        return DraftSender(layout, self.rows.history_RL.shape[1], self.earlier)
 
     def spans(self) -> DraftSpans:
         """Returns the spans of the step's decodes, which `decode_step` and `begin_mixed` fill in from now

@@ -1,13 +1,15 @@
 """`DraftSender`: sends to the device what speculation must know about rows (device.py): how many tokens a
-decode may have, and the tokens of sequences in which drafts are looked up."""
+decode may have, and the tokens in which a sequence's drafts are looked up: its own, and before them tokens of
+earlier answers (earlier_answers.py)."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from shoal.engine.drafting.earlier_answers import EarlierAnswers
 from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.kernels.drafting.draft_rows import DRAFTS
+from shoal.kernels.drafting.draft_rows import DRAFTS, EARLIER
 from shoal.kernels.state import Field, StateLayout
 
 
@@ -15,8 +17,11 @@ class DraftSender:
     """A part of BatchBuilder, which calls `row_changed` for the rows of a step that it updates, and then
     `finish`."""
 
-    def __init__(self, layout: StateLayout, history_length: int) -> None:
-        self._layout, self._length = layout, history_length
+    def __init__(
+        self, layout: StateLayout, history_length: int, answers: EarlierAnswers | None = None
+    ) -> None:
+        """`answers`: None: drafts are looked up in a sequence's own tokens alone."""
+        self._layout, self._length, self._answers = layout, history_length, answers
         self._most = [1] * layout.num_rows  # the tokens of each row's next decode, at most
         self._histories: list[int] = []  # this step's, as write_histories takes them
 
@@ -26,8 +31,13 @@ class DraftSender:
         """Adds what a row needs with which a sequence begins (`is_new`), or whose sequence got blocks."""
         if is_new:  # its fields are sent anyway
             self._most[row] = 1
-            first = max(0, len(seq.token_ids) - self._length)
-            self._histories += [row, first, len(seq.token_ids) - first, *seq.token_ids[first:]]
+            tokens = seq.token_ids
+            if self._answers is not None and not seq.request.embed:
+                earlier = self._answers.tokens_for(seq.root, tokens[: seq.num_prompt_tokens])
+                tokens = earlier + tokens
+                self._histories += [row, EARLIER, 1, len(earlier)]
+            first = max(0, len(tokens) - self._length)
+            self._histories += [row, first, len(tokens) - first, *tokens[first:]]
         else:
             addresses.append(self._layout.row_address(row) + Field.ROOM)
             values.append(seq.room)

@@ -116,7 +116,7 @@ class DraftRowsStruct(ctypes.Structure):
     """The struct DraftRows in drafting.c."""
 
     _fields_ = _fields(
-        {c_void_p: "table drafts history", c_int64: "table_stride", c_int32: "num_drafts length"}
+        {c_void_p: "table drafts history earlier", c_int64: "table_stride", c_int32: "num_drafts length"}
     )
 
 

@@ -12,6 +12,7 @@ enum { REPORT_TOKENS, REPORT_VERIFIED, REPORT_DRAFTS, REPORT_FIRST, REPORT_SIZE 
 // The batch state's rows, with their drafts and tokens.
 typedef struct {
     int32_t *table, *drafts, *history;
+    const int32_t *earlier;    // the tokens of each history before the sequence's own
     int64_t table_stride;
     int32_t num_drafts, length;    // K and L
 } DraftRows;
@@ -51,11 +52,12 @@ void shoal_accept(const DraftRows *d, const int32_t *sampled, const int32_t *tok
         const int at = (is_decode ? (s + 1) * queries : num_decodes * queries + s - num_decodes + 1) - 1 - n;
         const int32_t *tokens = sampled + at, *drafts = token_ids + at + 1;
         int32_t *out = report + s * report_stride;
+        const int64_t place = (int64_t)d->earlier[rows[s]] + starts[s] + 1;
         int used = 1;
         while (used <= n && tokens[used - 1] == drafts[used - 1]) used++;
         for (int i = 0; i < used; i++) {
             out[REPORT_SIZE + i] = tokens[i];
-            history[(starts[s] + 1 + i) % d->length] = tokens[i];
+            history[(place + i) % d->length] = tokens[i];
         }
         out[REPORT_TOKENS] = used, out[REPORT_VERIFIED] = n, out[REPORT_DRAFTS] = 0;
         out[REPORT_FIRST] = unseen >= 0 ? 1 + (tokens[0] == unseen) : 0;
@@ -86,7 +88,7 @@ static void look_up_unit(void *shared, int s, int thread) {
     if (job->rows[s] < 0) return;
     int32_t *fields = d->table + job->rows[s] * d->table_stride, *drafts = d->drafts + (int64_t)job->rows[s] * d->num_drafts;
     const int32_t *tokens = d->history + (int64_t)job->rows[s] * d->length;
-    const int64_t last = fields[POSITION] + 1, oldest = last > d->length ? last - d->length : 0;
+    const int64_t last = (int64_t)d->earlier[job->rows[s]] + fields[POSITION] + 1, oldest = last > d->length ? last - d->length : 0;
     const int32_t token = tokens[(last - 1) % d->length];
     int best = job->min_match - 1;
     int64_t at = last;
@@ -140,7 +142,7 @@ static void look_up_suffix_unit(void *shared, int s, int thread) {
     if (job->rows[s] < 0) return;
     int32_t *fields = d->table + job->rows[s] * d->table_stride, *drafts = d->drafts + (int64_t)job->rows[s] * d->num_drafts;
     const int32_t *history = d->history + (int64_t)job->rows[s] * d->length;
-    const int64_t all = fields[POSITION] + 1, oldest = all > d->length ? all - d->length : 0;
+    const int64_t all = (int64_t)d->earlier[job->rows[s]] + fields[POSITION] + 1, oldest = all > d->length ? all - d->length : 0;
     const int last = (int)(all - oldest);
     int32_t *tokens = job->rooms + (int64_t)s * 4 * d->length, *ends = tokens + last, *alive = ends + last, *next = alive + last;
     for (int i = 0; i < last; i++) tokens[i] = history[(oldest + i) % d->length];

@@ -95,11 +95,12 @@ def look_up(
 
 
 def _described(table: torch.Tensor, drafts: DraftRows) -> cpu_build.DraftRowsStruct:
-    _check_ints(table, drafts.drafts_RK, drafts.history_RL)
+    _check_ints(table, drafts.drafts_RK, drafts.history_RL, drafts.earlier_R)
     return cpu_build.DraftRowsStruct(
         table.data_ptr(),
         drafts.drafts_RK.data_ptr(),
         drafts.history_RL.data_ptr(),
+        drafts.earlier_R.data_ptr(),
         table.stride(0),
         drafts.drafts_RK.shape[1],
         drafts.history_RL.shape[1],

@@ -22,7 +22,9 @@ class Report(IntEnum):
 
 
 REPORT_SIZE = len(Report)
-DRAFTS = -1  # the first position of tokens that are a row's drafts
+# In place of an entry's first place in the history (write_histories):
+DRAFTS = -1  # its tokens are the row's drafts
+EARLIER = -2  # its one token is the number of earlier tokens in the row's history
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,10 @@ class DraftRows:
     """Drafts and tokens of the state rows. The last row is spare, as in the batch state."""
 
     drafts_RK: torch.Tensor  # int32: the tokens drafted after a row's TOKEN, NUM_DRAFTS of them
-    history_RL: torch.Tensor  # int32: the token of position p is at p % L, for the last L positions
+    # int32: the row's last L tokens, of which the first ones may be of earlier answers. The token of position
+    # p is at (earlier + p) % L.
+    history_RL: torch.Tensor
+    earlier_R: torch.Tensor  # int32: the number of tokens before the sequence's own
 
 
 @dataclass(frozen=True, slots=True)

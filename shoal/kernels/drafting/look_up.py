@@ -23,10 +23,10 @@ NO_TOKEN = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _history(table_ptr, history_ptr, row, table_stride, LENGTH: tl.constexpr):
-    """Returns the fields of a row, its history, the position of its oldest token, and how many it has."""
+def _history(table_ptr, history_ptr, earlier_ptr, row, table_stride, LENGTH: tl.constexpr):
+    """Returns the fields of a row, its history, the place of its oldest token, and how many it has."""
     fields_ptr = table_ptr + row * table_stride
-    end = tl.load(fields_ptr + POSITION) + 1
+    end = tl.load(earlier_ptr + row) + tl.load(fields_ptr + POSITION) + 1
     oldest = tl.maximum(end - LENGTH, 0)
     return fields_ptr, history_ptr + row * LENGTH, oldest, end - oldest
 
@@ -70,6 +70,7 @@ def _look_up_kernel(
     table_ptr,
     drafts_ptr,
     history_ptr,
+    earlier_ptr,
     report_ptr,
     table_stride,
     drafts_stride,
@@ -86,7 +87,9 @@ def _look_up_kernel(
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
         return
-    fields_ptr, tokens_ptr, oldest, num_tokens = _history(table_ptr, history_ptr, row, table_stride, LENGTH)
+    fields_ptr, tokens_ptr, oldest, num_tokens = _history(
+        table_ptr, history_ptr, earlier_ptr, row, table_stride, LENGTH
+    )
     best = tl.zeros([WIDE], tl.int32)  # the longest match, and of equals the one that ends first
     for begin in range(1, num_tokens, WIDE):
         ends = begin + tl.arange(0, WIDE)
@@ -143,6 +146,7 @@ def _look_up_suffix_kernel(
     table_ptr,
     drafts_ptr,
     history_ptr,
+    earlier_ptr,
     report_ptr,
     rooms_ptr,
     table_stride,
@@ -161,7 +165,9 @@ def _look_up_suffix_kernel(
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
         return
-    fields_ptr, tokens_ptr, oldest, num_tokens = _history(table_ptr, history_ptr, row, table_stride, LENGTH)
+    fields_ptr, tokens_ptr, oldest, num_tokens = _history(
+        table_ptr, history_ptr, earlier_ptr, row, table_stride, LENGTH
+    )
     room_ptr = rooms_ptr + s * PLACES
     num_places = _last_places(tokens_ptr, room_ptr, oldest, num_tokens, LENGTH)
     lanes, i = tl.arange(0, PLACES), tl.arange(0, LANES)
@@ -211,7 +217,7 @@ def look_up(
     size = rows_S.shape[0]
     if not size:
         return
-    tensors = rows_S, table, drafts.drafts_RK, drafts.history_RL, report_SX
+    tensors = rows_S, table, drafts.drafts_RK, drafts.history_RL, drafts.earlier_R, report_SX
     strides = table.stride(0), drafts.drafts_RK.stride(0), report_SX.stride(0)
     most = parameters.max_drafts
     lanes, length = next_power_of_2(most), drafts.history_RL.shape[1]

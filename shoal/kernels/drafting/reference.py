@@ -13,6 +13,7 @@ import torch
 
 from shoal.kernels.drafting.draft_rows import (
     DRAFTS,
+    EARLIER,
     MOST_PLACES,
     REPORT_SIZE,
     DraftRows,
@@ -96,8 +97,9 @@ def accept(
         count = 1
         while count <= verified and tokens[count - 1] == drafted[count - 1]:
             count += 1
+        at = int(drafts.earlier_R[row]) + start + 1
         for i, token in enumerate(tokens[:count]):
-            drafts.history_RL[row, (start + 1 + i) % length] = token
+            drafts.history_RL[row, (at + i) % length] = token
         first = 0
         if is_decode and unverified_B[s] >= 0:
             first = 2 if tokens[0] == unverified_B[s] else 1
@@ -118,13 +120,13 @@ def look_up(
     parameters: LookUp | SuffixLookUp,
     report_SX: torch.Tensor,
 ) -> None:
-    """Drafts the tokens after each row's TOKEN from what followed the same tokens before, into the row and
-    its NUM_DRAFTS, and into the report."""
+    """Drafts the tokens after each row's TOKEN from what followed the same tokens before, in the sequence or
+    the earlier tokens of its row, into the row and its NUM_DRAFTS, and into the report."""
     length, first = drafts.history_RL.shape[1], report_SX.shape[1] - drafts.drafts_RK.shape[1]
     for s, row in enumerate(rows_S.tolist()):
         if row < 0:
             continue
-        end = int(table[row, Field.POSITION]) + 1
+        end = int(drafts.earlier_R[row]) + int(table[row, Field.POSITION]) + 1
         positions = torch.arange(max(0, end - length), end) % length
         tokens = drafts.history_RL[row, positions].tolist()
         if isinstance(parameters, SuffixLookUp):
@@ -177,14 +179,17 @@ def look_up_suffix(tokens: list[int], parameters: SuffixLookUp) -> list[int]:
 
 def write_histories(entries: torch.Tensor, drafts: DraftRows) -> None:
     """Writes tokens of sequences that have just got their rows, and drafts that the host has made. An entry
-    is a row, the position of its first token, the number of its tokens, and the tokens; DRAFTS as a position
-    means drafts. Entries lie one after the other, int32."""
+    is a row, the place of its first token in the row's history, the number of its tokens, and the tokens.
+    The place counts from the first earlier token; DRAFTS or EARLIER stand for something else. Entries lie one
+    after the other, int32."""
     length, at = drafts.history_RL.shape[1], 0
     while at < len(entries):
         row, first, size = entries[at : at + 3].tolist()
         tokens = entries[at + 3 : at + 3 + size]
         if first == DRAFTS:
             drafts.drafts_RK[row, :size] = tokens
+        elif first == EARLIER:
+            drafts.earlier_R[row] = tokens[0]
         else:
             places = torch.arange(first, first + size, device=entries.device) % length
             drafts.history_RL[row, places] = tokens

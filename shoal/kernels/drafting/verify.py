@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.drafting.draft_rows import DRAFTS, REPORT_SIZE, DraftRows, Report
+from shoal.kernels.drafting.draft_rows import DRAFTS, EARLIER, REPORT_SIZE, DraftRows, Report
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kernels.state import Field
@@ -24,8 +24,8 @@ REPORT_TOKENS, REPORT_VERIFIED = (
 )
 REPORT_DRAFTS, REPORT_FIRST = tl.constexpr(Report.NUM_DRAFTS.value), tl.constexpr(Report.FIRST.value)
 TOKENS = tl.constexpr(REPORT_SIZE)
-OF_DRAFTS = tl.constexpr(DRAFTS)
-ENTRY = tl.constexpr(3)  # the ints before the tokens of an entry: row, first position, number
+OF_DRAFTS, OF_EARLIER = tl.constexpr(DRAFTS), tl.constexpr(EARLIER)
+ENTRY = tl.constexpr(3)  # the ints before the tokens of an entry: row, first place, number
 CHUNK = tl.constexpr(1024)  # ints of entries that a program takes
 
 
@@ -120,6 +120,7 @@ def _accept_kernel(
     unverified_ptr,
     table_ptr,
     history_ptr,
+    earlier_ptr,
     report_ptr,
     num_decodes,
     table_stride,
@@ -148,7 +149,8 @@ def _accept_kernel(
     counts = i < count
     fields_ptr, out_ptr = table_ptr + row * table_stride, report_ptr + s * report_stride
     tl.store(out_ptr + TOKENS + i, tokens, mask=counts)
-    tl.store(history_ptr + row * LENGTH + (start + 1 + i) % LENGTH, tokens, mask=counts)
+    at = tl.load(earlier_ptr + row) + start + 1
+    tl.store(history_ptr + row * LENGTH + (at + i) % LENGTH, tokens, mask=counts)
     first_token = tl.sum(tl.where(i == 0, tokens, 0), 0)
     tl.store(out_ptr + REPORT_TOKENS, count)
     tl.store(out_ptr + REPORT_VERIFIED, verified)
@@ -184,6 +186,7 @@ def accept(
         unverified_B,
         table,
         drafts.history_RL,
+        drafts.earlier_R,
         report_SX,
         num_decodes,
         table.stride(0),
@@ -197,7 +200,9 @@ def accept(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _write_histories_kernel(entries_ptr, history_ptr, drafts_ptr, drafts_stride, size, LENGTH: tl.constexpr):
+def _write_histories_kernel(
+    entries_ptr, history_ptr, earlier_ptr, drafts_ptr, drafts_stride, size, LENGTH: tl.constexpr
+):
     """A program writes the tokens among CHUNK ints, and finds their entries by walking from the first one."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     begin = tl.program_id(0) * CHUNK
@@ -213,6 +218,8 @@ def _write_histories_kernel(entries_ptr, history_ptr, drafts_ptr, drafts_stride,
             token = tl.load(entries_ptr + i, mask=mask)
             if first == OF_DRAFTS:
                 tl.store(drafts_ptr + row * drafts_stride + i - own, token, mask=mask)
+            elif first == OF_EARLIER:
+                tl.store(earlier_ptr + row + i - own, token, mask=mask)
             else:
                 tl.store(history_ptr + row * LENGTH + (first + i - own) % LENGTH, token, mask=mask)
 
@@ -223,6 +230,7 @@ def write_histories(entries: torch.Tensor, drafts: DraftRows) -> None:
         _write_histories_kernel[(cdiv(size, CHUNK.value),)](
             entries,
             drafts.history_RL,
+            drafts.earlier_R,
             drafts.drafts_RK,
             drafts.drafts_RK.stride(0),
             size,

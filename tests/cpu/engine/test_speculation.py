@@ -24,6 +24,7 @@ from tests.chain import LETTERS, broken_runs, follow, ring, write_chain
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 FIXED = NGRAM | {"enable_adaptive_verification": False}
+EARLIER = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 50}
 RING = ring(12)
 NUM_REQUESTS = int(os.environ.get("SHOAL_SPECULATION_REQUESTS", "400"))  # 10,000 by hand
 
@@ -150,13 +151,17 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("speculation", [FIXED, NGRAM], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "speculation",
+    [FIXED, NGRAM, EARLIER | {"enable_adaptive_verification": False}],
+    ids=["fixed", "adaptive", "earlier"],
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_random_requests_are_answered_as_without_drafts(options, speculation, wavering, build):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    count = max(1, NUM_REQUESTS // (2 * len(OPTIONS)))
+    count = max(1, NUM_REQUESTS // (3 * len(OPTIONS)))
     prompts = [broken_runs(rng, RING) for _ in range(count)]
     params = [random_params(rng) for _ in range(count)]
     more = {}

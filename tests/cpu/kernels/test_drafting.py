@@ -10,7 +10,15 @@ import torch
 
 from shoal.kernels.cpu import drafting as cpu_drafting
 from shoal.kernels.drafting import reference, triton_ops
-from shoal.kernels.drafting.draft_rows import DRAFTS, REPORT_SIZE, DraftRows, LookUp, Report, SuffixLookUp
+from shoal.kernels.drafting.draft_rows import (
+    DRAFTS,
+    EARLIER,
+    REPORT_SIZE,
+    DraftRows,
+    LookUp,
+    Report,
+    SuffixLookUp,
+)
 from shoal.kernels.state import Field, StateLayout
 
 ROWS, MOST, LENGTH = 9, 4, 37
@@ -27,12 +35,16 @@ class Rows:
         self.drafts = DraftRows(
             torch.randint(0, 4, (ROWS + 1, MOST), dtype=torch.int32),
             torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32),
+            torch.zeros(ROWS + 1, dtype=torch.int32),
         )
         self.tokens = [[r.randrange(4) for _ in range(r.randint(1, 90))] for _ in range(ROWS)]
+        self.earlier = [[r.randrange(4) for _ in range(r.choice((0, 0, 9, 30)))] for _ in range(ROWS)]
         entries: list[int] = []
         for row, tokens in enumerate(self.tokens):
-            first = max(0, len(tokens) - LENGTH)
-            entries += [row, first, len(tokens) - first, *tokens[first:]]
+            history = self.earlier[row] + tokens
+            first = max(0, len(history) - LENGTH)
+            entries += [row, EARLIER, 1, len(self.earlier[row])]
+            entries += [row, first, len(history) - first, *history[first:]]
             self.table[row, Field.TOKEN] = tokens[-1]
             self.table[row, Field.POSITION] = len(tokens) - 1
             self.table[row, Field.MAX_TOKENS] = r.randint(1, MOST + 1)
@@ -40,7 +52,7 @@ class Rows:
         reference.write_histories(torch.tensor(entries, dtype=torch.int32), self.drafts)
 
     def all(self) -> list[torch.Tensor]:
-        return [self.table, self.drafts.drafts_RK, self.drafts.history_RL]
+        return [self.table, self.drafts.drafts_RK, self.drafts.history_RL, self.drafts.earlier_R]
 
 
 def ints(*shape: int, fill: int = -7) -> torch.Tensor:
@@ -124,9 +136,9 @@ def test_accepted_drafts_are_those_that_were_sampled(seed: int) -> None:
         count = next((i + 1 for i in range(num) if drawn[i] != drafts[i]), num + 1)
         assert report[row, Report.NUM_TOKENS] == count and report[row, Report.NUM_VERIFIED] == num
         assert report[row, REPORT_SIZE : REPORT_SIZE + count].tolist() == drawn[:count]
-        tokens = rows.tokens[row] + drawn[:count]
+        tokens = rows.earlier[row] + rows.tokens[row] + drawn[:count]
         assert rows.table[row, Field.TOKEN] == tokens[-1]
-        assert rows.table[row, Field.POSITION] == len(tokens) - 1
+        assert rows.table[row, Field.POSITION] == len(tokens) - 1 - len(rows.earlier[row])
         kept = range(max(0, len(tokens) - LENGTH), len(tokens))
         assert [int(rows.drafts.history_RL[row, p % LENGTH]) for p in kept] == [tokens[p] for p in kept]
 
@@ -167,12 +179,12 @@ def test_a_look_up_that_counts_follows_what_is_most_frequent(tokens: list[int], 
 )
 def test_a_look_up_in_a_long_history_is_that_in_c(parameters: LookUp | SuffixLookUp) -> None:
     """There are more places than a program compares at once, and more than count."""
-    length, ends = 5000, [4999, 7777]
+    length, ends, earlier = 5000, [4999, 7777], [0, 700]
     found = []
     for ops in (cpu_drafting, triton_ops):
         r = random.Random(3)
         table = torch.zeros(3, 32, dtype=torch.int32)
-        drafts = DraftRows(ints(3, 8), torch.zeros(3, length, dtype=torch.int32))
+        drafts = DraftRows(ints(3, 8), torch.zeros(3, length, dtype=torch.int32), ints(3, fill=0))
         passage = [r.randrange(8) for _ in range(30)]
         entries: list[int] = []
         for row, end in enumerate(ends):
@@ -180,7 +192,8 @@ def test_a_look_up_in_a_long_history_is_that_in_c(parameters: LookUp | SuffixLoo
             tokens[2500:2530] = passage
             tokens[-12:] = passage[:12]
             entries += [row, max(0, end - length), min(end, length), *tokens[-length:]]
-            table[row, Field.POSITION] = end - 1
+            entries += [row, EARLIER, 1, earlier[row]]
+            table[row, Field.POSITION] = end - 1 - earlier[row]
         report = ints(2, REPORT_SIZE + 1 + 8)
         entries[:0] = [2, DRAFTS, 3, 5, 6, 7]
         ops.write_histories(torch.tensor(entries, dtype=torch.int32), drafts)

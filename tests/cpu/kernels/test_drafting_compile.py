@@ -22,7 +22,7 @@ def _ints(*shape: int) -> torch.Tensor:
 
 def _look_up(parameters: LookUp | SuffixLookUp) -> None:
     layout = StateLayout(ROWS, 4)
-    drafts = DraftRows(_ints(ROWS + 1, parameters.max_drafts), _ints(ROWS + 1, LENGTH))
+    drafts = DraftRows(_ints(ROWS + 1, parameters.max_drafts), _ints(ROWS + 1, LENGTH), _ints(ROWS + 1))
     report = _ints(ROWS, REPORT_SIZE + 1 + 2 * parameters.max_drafts)
     triton_ops.look_up(_ints(ROWS), layout.table(_ints(layout.size)), drafts, parameters, report)
 
@@ -31,7 +31,7 @@ def _step(queries: int) -> None:
     layout, most = StateLayout(ROWS, 4), max(1, queries - 1)
     table, drafts = (
         layout.table(_ints(layout.size)),
-        DraftRows(_ints(ROWS + 1, most), _ints(ROWS + 1, LENGTH)),
+        DraftRows(_ints(ROWS + 1, most), _ints(ROWS + 1, LENGTH), _ints(ROWS + 1)),
     )
     tokens, begun = _ints(3, ROWS * queries), [_ints(ROWS) for _ in range(5)]
     triton_ops.begin_verification(_ints(ROWS), table, drafts, *tokens, *begun)

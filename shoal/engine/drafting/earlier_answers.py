@@ -1,0 +1,113 @@
+"""`EarlierAnswers`: the last answers of an engine, on the host, and which of them a new sequence's drafts are
+looked up in. engine/answer_keeper.py adds them; sender.py sends them to the device, before the sequence's own
+tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST_EARLIER = 4096  # tokens of earlier answers in which a sequence's drafts are looked up
+MOST_KEPT = 1 << 22  # tokens of all answers, 4 bytes each
+LEAD = 8  # tokens of the prompt that are kept before an answer, so that its first ones are found
+FEWEST = 8  # a shorter answer is not worth its place
+# Prompts are compared by runs of RUN tokens among the first REGION tokens and the last: requests for the same
+# task begin or end with the same words. Of each region the PICKED runs with the smallest hashes count.
+RUN, REGION, PICKED = 4, 256, 32
+NO_MARK = 0  # in a sketch: a place without a run
+HASH = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    number: int  # of all that were added
+    tokens: np.ndarray  # int32, LEAD tokens of the prompt included
+
+
+class EarlierAnswers:
+    """At most `most` answers, each with the root of its keys, which names adapter and salt: a sequence gets
+    answers of its own root alone. A full store drops the oldest ones."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_added, self._num_tokens = most, 0, 0
+        self._answers: deque[_Answer] = deque()  # the oldest first
+        # An answer's place in these is its number modulo `most`. Sketches have 16 bits of each picked hash.
+        self._sketches = np.full((most, 2 * PICKED), NO_MARK, np.uint16)
+        self._roots = np.zeros((most, 2), np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that are kept of all answers."""
+        return self._num_tokens
+
+    def add(self, root: bytes, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keeps the answer to a prompt, unless it is very short; of a long one the beginning."""
+        if len(answer) < FEWEST:
+            return
+        lead = prompt[max(0, len(prompt) - LEAD) :]
+        tokens = np.array([*lead, *answer[: MOST_EARLIER - len(lead)]], np.int32)
+        while self._answers and (
+            len(self._answers) == self._most or self._num_tokens + len(tokens) > MOST_KEPT
+        ):
+            self._num_tokens -= len(self._answers.popleft().tokens)
+        place = self._num_added % self._most
+        self._sketches[place] = _sketch(prompt)
+        self._roots[place] = np.frombuffer(root, np.uint64)
+        self._answers.append(_Answer(self._num_added, tokens))
+        self._num_added += 1
+        self._num_tokens += len(tokens)
+
+    def tokens_for(self, root: bytes, prompt: Sequence[int]) -> list[int]:
+        """Returns tokens of the answers to the prompts that are most like this one, at most MOST_EARLIER. The
+        likest prompt's answer comes last, and of equally like ones the newest, as look-ups that find many
+        places prefer the last ones. Answers to prompts not half as like as the likest one are left out."""
+        if not self._answers:
+            return []
+        places = np.arange(self._answers[0].number, self._num_added) % self._most
+        is_own = (self._roots[places] == np.frombuffer(root, np.uint64)).all(1)
+        own = np.flatnonzero(is_own)
+        if not len(own):
+            return []
+        marks = np.zeros(1 << 16, bool)
+        marks[_sketch(prompt)] = True
+        marks[NO_MARK] = False
+        likeness = marks[self._sketches[places[own]]].sum(1)
+        most_alike = int(likeness.max())
+        if not most_alike:
+            return []
+        order = np.lexsort((-own, -likeness))
+        parts: list[np.ndarray] = []
+        room = MOST_EARLIER
+        for i in order.tolist():
+            if not room or 2 * int(likeness[i]) < most_alike:
+                break
+            parts.append(self._answers[int(own[i])].tokens[:room])
+            room -= len(parts[-1])
+        found: list[int] = np.concatenate(parts[::-1]).tolist()
+        return found
+
+
+def _sketch(prompt: Sequence[int]) -> np.ndarray:
+    """Returns what prompts are compared by, uint16 [2 * PICKED]: the number of marks that two have in common
+    tells how alike their beginnings and ends are."""
+    sketch = np.full((2, PICKED), NO_MARK, np.uint16)
+    ends = max(REGION, len(prompt) - REGION)
+    for marks, part in zip(sketch, (prompt[:REGION], prompt[ends:])):
+        tokens = np.array(part, np.uint64)
+        if len(tokens) < RUN:
+            continue
+        runs = np.lib.stride_tricks.sliding_window_view(tokens, RUN)
+        hashes = np.unique(_mixed(((runs + np.uint64(1)) * HASH).sum(1, dtype=np.uint64)))[:PICKED]
+        marks[: len(hashes)] = hashes & np.uint64(0xFFFF)
+    return sketch.reshape(-1)
+
+
+def _mixed(hashes: np.ndarray) -> np.ndarray:
+    hashes = (hashes ^ (hashes >> np.uint64(29))) * HASH[1]
+    return hashes ^ (hashes >> np.uint64(32))
