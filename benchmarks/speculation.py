@@ -4,6 +4,10 @@ ratios counts.
 
     python benchmarks/speculation.py smollm2 --batches 1,4,16 --threads 2 --json speculation.json
     python benchmarks/speculation.py --draw speculation.json speculation.png
+    python benchmarks/speculation.py smollm2 --tasks --threads 1 --cpu-time
+
+With --tasks requests come one after the other, each for the same task as the ones before, and never twice the
+same: what earlier answers bring as drafts, and what they cost where they are of no use.
 
 benchmarks/performance.py draws speculation-cpu.json and speculation-gpu.json of benchmarks/results into
 docs/performance.md, where there are such files.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -66,6 +71,58 @@ KINDS = {
     "measured": {"method": "auto"},
 }
 
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
+TASK_KINDS = {
+    "k = 0": None,
+    "auto": {"method": "auto"},
+    "suffix": SUFFIX,
+    "suffix, earlier answers": {**SUFFIX, "suffix_decoding_max_cached_requests": 1000},
+}
+WORDS = {
+    "name": "Ada Grace Alan Edsger Barbara Donald Leslie John Frances Ken Dennis Niklaus Kathleen Maurice",
+    "surname": "Lovelace Hopper Turing Dijkstra Liskov Knuth Lamport Backus Allen Ritchie Wirth Booth",
+    "city": "London Paris Berlin Rome Madrid Vienna Prague Oslo Dublin Zurich Boston Chicago Lisbon",
+    "field": "mathematics physics chemistry biology astronomy medicine geology botany optics",
+    "subject": "rivers clocks bread violins bridges whales glass maps tea salt kites bees paper ice trains",
+}
+QUESTIONS = (
+    "How are {} made or how do they come about?",
+    "Tell a short story about {} and a child.",
+    "Why do people like {}?",
+    "What was known about {} a hundred years ago?",
+    "Write a letter to a friend about {}.",
+)
+
+
+def form(rng: random.Random) -> str:
+    """Returns a prompt to write a document's facts as JSON, as an example shows."""
+
+    def facts() -> tuple[str, str]:
+        name, surname, city, field = (
+            rng.choice(WORDS[kind].split()) for kind in ("name", "surname", "city", "field")
+        )
+        name, year = f"{name} {surname}", rng.randint(1800, 1990)
+        text = f"{name} was born in {year} in {city} and worked in {field}."
+        person = f'"person": {{"full_name": "{name}", "year_of_birth": {year}}}'
+        details = f'"details": {{"city_of_birth": "{city}", "field_of_work": "{field}"}}'
+        return text, f'{{{person}, {details}, "status": "checked"}}'
+
+    (text, answer), (other, _) = facts(), facts()
+    return f"Write the facts of a text as JSON.\n\nText: {text}\nJSON: {answer}\n\nText: {other}\nJSON:"
+
+
+def question(rng: random.Random) -> str:
+    """Returns a question that begins as all others do, and has another answer."""
+    asked = rng.choice(QUESTIONS).format(rng.choice(WORDS["subject"].split()))
+    return f"An assistant answers questions at length, in plain words.\n\nQuestion: {asked}\nAnswer:"
+
+
+# One request after the other: how a prompt is made, and the options of its answer.
+TASKS: dict[str, tuple[Callable[[random.Random], str], dict[str, Any]]] = {
+    "the same form for other documents": (form, {"stop": ["\n"], "ignore_eos": False}),
+    "other questions": (question, {"temperature": 0.8}),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -76,6 +133,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--texts", default=",,".join(TEXTS), help="names of texts, with ,, between them")
+    parser.add_argument("--tasks", action="store_true", help="requests for a task, one after the other")
+    parser.add_argument("--requests", type=int, default=16, help="with --tasks: requests of a run")
     parser.add_argument("--machine", default="", help="a name of the machine, for --json")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--draw", nargs=2, metavar=("JSON", "PNG"), help="draw the figures of a file")
@@ -90,6 +149,7 @@ def main() -> None:
     from shoal import LLM, SamplingParams, StructuredOutputsParams
 
     torch.set_num_threads(arguments.threads)
+    kinds: dict[str, Any] = TASK_KINDS if arguments.tasks else KINDS
     clock: Callable[[], float] = time.process_time if arguments.cpu_time else time.perf_counter
     engines = {
         name: LLM(
@@ -100,39 +160,57 @@ def main() -> None:
             enable_prefix_caching=False,
             speculative_config=config,
         )
-        for name, config in KINDS.items()
+        for name, config in kinds.items()
     }
 
-    def speed(llm: LLM, name: str, batch: int) -> float:
-        """Returns the tokens per second of whole answers, less the time up to first tokens."""
-        options = {"temperature": 0.0, "ignore_eos": True} | OPTIONS.get(name, {})
-        if name == "JSON by a schema":
-            options["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
+    def speed(llm: LLM, batches: list[list[str]], options: dict[str, Any]) -> float:
+        """Returns the tokens per second of whole answers, batch after batch, less the time up to first
+        tokens."""
+        options = {"temperature": 0.0, "ignore_eos": True} | options
         taken, num_tokens = [], 0
         for count in (arguments.count, 1):
-            params = [SamplingParams(seed=i, max_tokens=count, **options) for i in range(batch)]
             start = clock()
-            outputs = llm.generate([TEXTS[name]] * batch, params, use_tqdm=False)
+            for prompts in batches:
+                params = [SamplingParams(seed=i, max_tokens=count, **options) for i in range(len(prompts))]
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                num_tokens += sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
             taken.append(clock() - start)
-            num_tokens = num_tokens or sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
         return num_tokens / (taken[0] - taken[1])
 
     rows = []
-    print(f"| text | batch | {' | '.join(KINDS)} |\n|---|---|{'---|' * len(KINDS)}")
-    for name in arguments.texts.split(",,"):
-        for batch in map(int, arguments.batches.split(",")):
-            speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            for run in range(arguments.runs + 1):
-                for kind, llm in engines.items():
-                    found = speed(llm, name, batch)
-                    if run:  # the first run warms up, and lets costs be learned
-                        speeds[kind].append(found)
-            base = statistics.median(speeds["k = 0"])
-            pairs = {kind: zip(each, speeds["k = 0"]) for kind, each in speeds.items()}
-            ratios = {kind: statistics.median(a / b for a, b in each) for kind, each in pairs.items()}
-            cells = [f"{base:.1f} tokens/s", *(f"{ratio:.2f}" for ratio in [*ratios.values()][1:])]
-            print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)
-            rows.append({"text": name, "batch": batch, "base": base, "ratios": ratios})
+
+    def compare(name: str, batch: int, speed_in: Callable[[LLM, int], float]) -> None:
+        """Prints and keeps a row. `speed_in` returns the speed of an engine in a run."""
+        speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for run in range(arguments.runs + 1):
+            for kind, llm in engines.items():
+                found = speed_in(llm, run)
+                if run:  # the first run warms up, and lets costs be learned
+                    speeds[kind].append(found)
+        base = statistics.median(speeds["k = 0"])
+        pairs = {kind: zip(each, speeds["k = 0"]) for kind, each in speeds.items()}
+        ratios = {kind: statistics.median(a / b for a, b in each) for kind, each in pairs.items()}
+        cells = [f"{base:.1f} tokens/s", *(f"{ratio:.2f}" for ratio in [*ratios.values()][1:])]
+        print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)
+        rows.append({"text": name, "batch": batch, "base": base, "ratios": ratios})
+
+    print(f"| text | batch | {' | '.join(kinds)} |\n|---|---|{'---|' * len(kinds)}")
+    if arguments.tasks:
+        for name, (make, options) in TASKS.items():
+
+            def speed_of_task(llm: LLM, run: int, make: Any = make, options: Any = options) -> float:
+                rng = random.Random(run)
+                return speed(llm, [[make(rng)] for _ in range(arguments.requests)], options)
+
+            compare(name, 1, speed_of_task)
+    else:
+        for name in arguments.texts.split(",,"):
+            options = dict(OPTIONS.get(name, {}))
+            if name == "JSON by a schema":
+                options["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
+            for batch in map(int, arguments.batches.split(",")):
+                prompts = [TEXTS[name]] * batch
+                compare(name, batch, lambda llm, run, p=prompts, o=options: speed(llm, [p], o))
     if arguments.json:
         described = {"model": arguments.model, "machine": arguments.machine, "rows": rows}
         described |= {

@@ -23,7 +23,7 @@ HASH = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    number: int  # of all that were added
+    number: int  # its place among all answers that were added
     tokens: np.ndarray  # int32, LEAD tokens of the prompt included
 
 
