@@ -1,20 +1,44 @@
-"""Functions that the fused decode kernels of recurrent layers share: the convolution of one token, and the
-arrival of programs that read the same inputs."""
+"""The parts that the fused decode kernels of recurrent layers share: which steps and memory they take, the
+convolution of one token, and the arrival of programs that read the same inputs."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.recurrent.chunks import sigmoid
+from shoal.kernels.recurrent.sequences import Sequences
 
 MAX_ARRIVALS = 1 << 17  # sequences of a launch times their key heads or groups
 
 
+def is_plain_decode(sequences: Sequences, groups: int) -> bool:
+    """Returns whether a step has decodes alone, without drafts. `groups`: of programs that read the same
+    inputs, for each sequence."""
+    num_seqs = len(sequences.rows_S)
+    return (
+        sequences.drafts is None and sequences.num_decodes == num_seqs and num_seqs * groups <= MAX_ARRIVALS
+    )
+
+
+def checked_memory(
+    memory: LayerState, conv_CW: torch.Tensor, norm: torch.Tensor, *inputs_TX: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the inputs of the convolution and the states. Asserts the layout that fused kernels take."""
+    inputs_RCW, states_R = memory.conv_RCW, memory.state_R
+    assert states_R is not None and inputs_RCW.shape[2] == conv_CW.shape[1] - 1 > 0
+    assert conv_CW.is_contiguous() and inputs_RCW[0].is_contiguous() and states_R[0].is_contiguous()
+    assert norm.dtype in (inputs_TX[0].dtype, torch.float32) and all(x.stride(1) == 1 for x in inputs_TX)
+    return inputs_RCW, states_R
+
+
 @triton.jit
 def apart(x, axis: tl.constexpr):
-    """Returns the vector, which is used along `axis` of a state, unchanged. Otherwise Triton would compute it
-    in the layout of the state, in which a thread has many rows or columns, and each in all other threads."""
+    """Returns the vector `x` unchanged, but in a layout of its own. Otherwise Triton would compute a vector
+    along `axis` of a state in the state's layout, in which every thread computes many of its numbers, and
+    other threads the same ones."""
     return tl.sum(tl.expand_dims(x, axis), axis=axis)
 
 

@@ -21,8 +21,10 @@ from shoal.kernels.recurrent.decode import (
     MAX_ARRIVALS,
     apart,
     arrives_last,
+    checked_memory,
     convolve,
     earlier_inputs,
+    is_plain_decode,
     keep_inputs,
 )
 from shoal.kernels.recurrent.delta import gated_delta, normed
@@ -131,32 +133,27 @@ def delta_mixer(
     """As mixers.delta_in_parts."""
     size, columns, keys = delta_sizes(weights, memory)
     num_seqs = len(sequences.rows_S)
-    if sequences.drafts is not None or sequences.num_decodes < num_seqs or num_seqs * keys > MAX_ARRIVALS:
+    if not is_plain_decode(sequences, keys):
         parts = causal_conv, gated_delta, gated_norm
         return delta_in_parts(parts, qkv_TC, z_TX, a_TH, b_TH, weights, memory, sequences)
-    inputs_RCW, states_RHNV, width = memory.conv_RCW, memory.state_R, weights.conv_CW.shape[1]
-    assert (
-        states_RHNV is not None and inputs_RCW.shape[2] == width - 1 > 0 and weights.conv_CW.is_contiguous()
-    )
-    assert inputs_RCW[0].is_contiguous() and states_RHNV[0].is_contiguous()
-    assert weights.norm_V.numel() == columns and weights.norm_V.dtype in (qkv_TC.dtype, torch.float32)
-    for x in (qkv_TC, z_TX, a_TH, b_TH):
-        assert x.stride(1) == 1
+    inputs = qkv_TC, z_TX, a_TH, b_TH
+    inputs_RCW, states_RHNV = checked_memory(memory, weights.conv_CW, weights.norm_V, *inputs)
+    assert weights.norm_V.numel() == columns
     heads, out_TX = states_RHNV.shape[1], empty_matmul_input(z_TX, *z_TX.shape)
     if num_seqs:
         _delta_decode_kernel[(heads, num_seqs)](
-            *(qkv_TC, z_TX, a_TH, b_TH),
+            *inputs,
             *(weights.conv_CW, weights.a_log_H, weights.dt_bias_H, weights.norm_V, inputs_RCW, states_RHNV),
             *(sequences.rows_S, sequences.starts_S, sequences.positions_T),
             arrival_counters("recurrent_decode", MAX_ARRIVALS, qkv_TC.device),
             out_TX,
             weights.eps,
-            *(x.stride(0) for x in (qkv_TC, z_TX, a_TH, b_TH, inputs_RCW, states_RHNV)),
+            *(x.stride(0) for x in (*inputs, inputs_RCW, states_RHNV)),
             H=heads,
             SHARED=heads // keys,
             N=size,
             V=columns,
-            W=width,
+            W=weights.conv_CW.shape[1],
             BLOCK_N=next_power_of_2(size),
             BLOCK_V=next_power_of_2(columns),
             num_warps=WARPS,

@@ -22,8 +22,10 @@ from shoal.kernels.recurrent.decode import (
     MAX_ARRIVALS,
     apart,
     arrives_last,
+    checked_memory,
     convolve,
     earlier_inputs,
+    is_plain_decode,
     keep_inputs,
 )
 from shoal.kernels.recurrent.gated_norm import gated_norm, norm_and_gate
@@ -139,35 +141,29 @@ def mamba_mixer(
     columns, size, groups = mamba_sizes(weights, memory)
     num_seqs = len(sequences.rows_S)
     shared = len(weights.a_log_H) // groups
-    fuses = sequences.drafts is None and sequences.num_decodes == num_seqs
-    fuses &= num_seqs * groups <= MAX_ARRIVALS and (shared <= MOST_SHARED or num_seqs <= FEW_SEQS)
-    if not fuses:
+    if not is_plain_decode(sequences, groups) or (shared > MOST_SHARED and num_seqs > FEW_SEQS):
         parts = causal_conv, mamba2, gated_norm
         return mamba_in_parts(parts, xbc_TC, z_TX, dt_TH, weights, memory, sequences)
-    inputs_RCW, states_RHVN, width = memory.conv_RCW, memory.state_R, weights.conv_CW.shape[1]
-    assert (
-        states_RHVN is not None and inputs_RCW.shape[2] == width - 1 > 0 and weights.conv_CW.is_contiguous()
-    )
-    assert inputs_RCW[0].is_contiguous() and states_RHVN[0].is_contiguous()
-    assert weights.norm_X.shape == z_TX.shape[1:] and weights.norm_X.dtype in (xbc_TC.dtype, torch.float32)
-    for x in (xbc_TC, z_TX, dt_TH):
-        assert x.stride(1) == 1
+    inputs = xbc_TC, z_TX, dt_TH
+    inputs_RCW, states_RHVN = checked_memory(memory, weights.conv_CW, weights.norm_X, *inputs)
+    assert weights.norm_X.shape == z_TX.shape[1:]
     heads, out_TX = states_RHVN.shape[1], empty_matmul_input(z_TX, *z_TX.shape)
     if num_seqs:
         _mamba_decode_kernel[(heads, num_seqs)](
-            *(xbc_TC, z_TX, dt_TH, weights.conv_CW, weights.conv_C),
-            *(weights.a_log_H, weights.d_H, weights.dt_bias_H, weights.norm_X, inputs_RCW, states_RHVN),
+            *inputs,
+            *(weights.conv_CW, weights.conv_C, weights.a_log_H),
+            *(weights.d_H, weights.dt_bias_H, weights.norm_X, inputs_RCW, states_RHVN),
             *(sequences.rows_S, sequences.starts_S, sequences.positions_T),
             arrival_counters("recurrent_decode", MAX_ARRIVALS, xbc_TC.device),
             out_TX,
             weights.eps,
             *map(float, weights.limits),
-            *(x.stride(0) for x in (xbc_TC, z_TX, dt_TH, inputs_RCW, states_RHVN)),
+            *(x.stride(0) for x in (*inputs, inputs_RCW, states_RHVN)),
             H=heads,
             SHARED=heads // groups,
             N=size,
             V=columns,
-            W=width,
+            W=weights.conv_CW.shape[1],
             BLOCK_N=next_power_of_2(size),
             BLOCK_V=next_power_of_2(columns),
             BLOCK_P=next_power_of_2(heads // groups * columns),
