@@ -282,9 +282,8 @@ tokens over all experts.
 
 {turns["rows"][0]["model"]} on one {turns["gpu"]}, {turns["date"]}, commit {turns["commit"][:10]}:
 {turns["command"]}.
-Each turn has 8,000 new tokens. Earlier ones are found and not computed again, with the recurrent states
-behind them; what a turn takes more than the first one is the attention of its tokens to all that was said
-before.
+Each turn has 8,000 new tokens. Keys, values and recurrent states of earlier ones are found and not computed
+again; a turn takes longer than the first one by the attention of its tokens to all tokens before.
 
 {conversation(turns["rows"])}
 

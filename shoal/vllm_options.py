@@ -468,7 +468,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     ),
     *_idle("watermark", "a sequence is admitted when there are blocks for its prompt"),
     *_idle("prefill_schedule_interval", "--target-itl-ms determines how prompts and answers share the steps"),
-    *_idle("disable_hybrid_kv_cache_manager", "all layers of a sequence have the same blocks", "flag"),
+    *_idle("disable_hybrid_kv_cache_manager", "each kind of layers keeps the blocks that it needs", "flag"),
     _same("async_scheduling", takes="flag"),
     *_idle("stream_interval", "each token is sent at once, and several together to a slow reader"),
     _same("cudagraph_capture_sizes", takes="many"),
