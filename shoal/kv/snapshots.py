@@ -1,10 +1,9 @@
-"""`Snapshots`: kept states of recurrent layers, each in as many KV blocks as hold its bytes, and found by the
-key of the block at whose end it was taken.
+"""`Snapshots`: kept states of recurrent layers. A snapshot takes as many KV blocks as hold its bytes, and is
+found by the key of the block at whose end it was taken.
 
 KV blocks and snapshots share one memory, and the load divides it: both are evicted in the order of their last
-use. A snapshot is of no use without the KV blocks before it, so it goes when the last of these goes. While a
-sequence runs, its snapshots are in use like its blocks, and make room only where there is nothing else. No
-torch."""
+use. A snapshot is of no use without the KV blocks before it, so it is evicted with the last of these. The
+snapshots of running sequences are evicted last, if nothing else is left. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class StateSnapshot:
     def __init__(self, blocks: list[int]) -> None:
         self.blocks = blocks
         self.key = b""  # until it is registered
-        self.is_used = False  # by another sequence than the one that took it, or after this one's end
+        self.is_used = False  # another sequence began with it, or the one that took it has ended
         self.num_pins = 0  # restores that are not planned yet, fetches, and copies to lower tiers
         self.num_users = 0  # running sequences that took it or began with it
         self.used_at = 0  # on the pool's clock, `num_freed`
@@ -40,8 +39,8 @@ class SnapshotListener(Protocol):
 class Snapshots:
     """`size`: blocks of a snapshot. The pool counts the blocks of snapshots as held.
 
-    `beside`: 0, or how many blocks after the pool's own are there for snapshots alone, which then take no
-    others. The books are pure, and a listener of the pool."""
+    `beside`: the number of blocks for snapshots alone, numbered after the pool's; 0: snapshots take the
+    pool's. An instance listens to the pool, and touches no memory."""
 
     def __init__(self, pool: BlockPool, size: int, beside: int = 0) -> None:
         self.size = size
@@ -65,7 +64,7 @@ class Snapshots:
         return self._found.get(key)
 
     def longest(self, keys: list[bytes], end: int) -> int:
-        """Returns the most of the first `end` keys at whose last one a snapshot was taken."""
+        """Returns the largest n up to `end` for which keys[n - 1] has a snapshot; 0 if none has."""
         found = self._found
         return next((i for i in range(end, 0, -1) if keys[i - 1] in found), 0) if found else 0
 
@@ -75,12 +74,12 @@ class Snapshots:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the pool that it would get back if all snapshots that may go were evicted."""
+        """The blocks that the pool would get back if all snapshots without a pin were evicted."""
         return self.size * self._num_evictable if self.is_shared else 0
 
     @property
     def num_free(self) -> int:
-        """The number of snapshots that could be taken if everything were evicted that may be."""
+        """The number of snapshots that could be taken if everything without a holder were evicted."""
         return self._source.num_free // self.size + self._num_evictable
 
     # Taking and giving back
@@ -98,7 +97,8 @@ class Snapshots:
         return None if blocks is None else self._new([self._offset + block for block in blocks])
 
     def make_room(self, num_blocks: int) -> None:
-        """Gives the pool blocks back, as far as it needs them for this many, or has used its own later."""
+        """Gives blocks back to the pool, until it has this many free, and as long as a snapshot was used
+        before the block that the pool would evict next."""
         if not self.is_shared:
             return
         while self._spares and self._pool.num_free < num_blocks:
@@ -117,7 +117,7 @@ class Snapshots:
         snapshot.used_at = self._pool.num_freed
 
     def is_new(self, snapshot: StateSnapshot) -> bool:
-        """False if a new snapshot has lost its blocks to the pool, which `make_room` may do."""
+        """Returns False if a new snapshot was registered, or has lost its blocks in `make_room`."""
         return snapshot in self._others
 
     def use(self, snapshot: StateSnapshot) -> None:
@@ -146,7 +146,7 @@ class Snapshots:
         self._num_pinned += snapshot.num_pins == 1 and snapshot not in self._others
 
     def unpin(self, snapshot: StateSnapshot) -> None:
-        """Ends a pin. A snapshot that is not findable goes with its last one."""
+        """Ends a pin. A snapshot that is not findable is dropped with its last pin."""
         snapshot.num_pins -= 1
         if snapshot.num_pins == 0:
             if snapshot in self._others:
@@ -235,8 +235,8 @@ class Snapshots:
         return next((snapshot for snapshot in self._idle if not snapshot.num_pins), None)
 
     def _evict_oldest(self) -> bool:
-        """Evicts the snapshot that was used longest ago, or one of a running sequence if there is no other.
-        False: none may go."""
+        """Evicts the snapshot that was used longest ago; if all are in use by running sequences, one of
+        these. Returns False if every snapshot has a pin."""
         oldest = self._oldest() or next((one for one in self._found.values() if not one.num_pins), None)
         if oldest is None:
             return False

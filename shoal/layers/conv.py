@@ -19,8 +19,8 @@ from shoal.layers.parallel import TensorParallel
 class ConvWeights(LoadingLayer):
     """`parts` are the channels of what the convolution runs over, such as q, k and v, each divided by itself.
     Where there are fewer units of a part than ranks, `replicas[i]` ranks have the same channels of part i. C
-    channels on this rank, W width. `names`: parts are tensors of their own in checkpoints, beside this
-    layer's place."""
+    channels on this rank, W width. `names`: in checkpoints each part is a tensor of its own, with
+    this name in the place of the layer's."""
 
     def __init__(
         self,

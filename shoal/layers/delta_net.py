@@ -73,7 +73,7 @@ class DeltaNet(nn.Module):
         return self.out_proj.add_to(gated_TX[select_S], residual_SD), residual_SD
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
-        """Applies the kept inputs of sequences, which have no tokens, to their states."""
+        """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
         sizes = sum(self.sizes), self.sizes[2], len(self.A_log.values_H)
         qkv_TC, z_TX, a_TH = (memory.conv_RCW.new_empty(0, size) for size in sizes)
         self.ops.delta_mixer(qkv_TC, z_TX, a_TH, a_TH, self._weights(), memory, sequences)
@@ -151,7 +151,7 @@ class KimiDelta(nn.Module):
         return self.o_proj.add_to(gated, residual), residual
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
-        """Applies the kept inputs of sequences, which have no tokens, to their states."""
+        """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
         sizes = sum(self.sizes), self.sizes[1], len(self.A_log.values_H)
         qkv_TC, gates_TX, b_TH = (memory.conv_RCW.new_empty(0, size) for size in sizes)
         self._rule(qkv_TC, gates_TX, b_TH, memory, sequences)

@@ -1,4 +1,4 @@
-"""`keep_matrices`: gives a module without memory weights as a checkpoint has them, quantized or plain."""
+"""`keep_matrices`: has the matrices of a module stored as its checkpoint has them, quantized or plain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.layers.matrix import Holding, MatrixLayer
 
 
 def keep_matrices(module: nn.Module, device: torch.device, quantizes: bool, holding: Holding) -> None:
-    """Has every matrix of a module on the meta device get its memory on `device`, inside of `holding`, when
-    its tensors arrive. With `quantizes`, plain ones become fp8. All else gets memory at once."""
+    """Prepares a module on the meta device: each matrix gets its memory on `device`, inside of `holding`,
+    when its tensors arrive, and everything else at once. `quantizes`: plain matrices become fp8."""
     if device.type == "cpu":
         with torch.device("meta"):
             for experts in [layer for layer in module.modules() if isinstance(layer, Experts)]:

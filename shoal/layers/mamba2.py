@@ -102,7 +102,7 @@ class Mamba2(nn.Module):
         return self.out_proj.add_to(gated_TP[select_S], residual), residual
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
-        """Applies the kept inputs of sequences, which have no tokens, to their states."""
+        """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
         sizes = sum(self.sizes), self.sizes[0], len(self.A_log.values_H)
         xbc_TC, z_TP, dt_TH = (memory.conv_RCW.new_empty(0, size) for size in sizes)
         self.ops.mamba_mixer(xbc_TC, z_TP, dt_TH, self._weights(), memory, sequences)

@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
         return self.out_proj.add_to(mixed_TC * c_TC, residual), residual
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
-        """Applies the pending inputs of sequences, which have no tokens, to their states."""
+        """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
         self._mixed(memory.conv_RCW.new_empty(0, self.conv.weight_CW.shape[0]), memory, sequences)
 
     def _mixed(self, bx_TC: torch.Tensor, memory: LayerState, sequences: Sequences) -> torch.Tensor:

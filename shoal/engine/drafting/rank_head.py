@@ -43,7 +43,7 @@ class RankHead:
         check_parallel(files.decoder, tp.size)
         self.files, self.dummy = files, config.load_format == "dummy"
         first = target.config.num_layers
-        self.layers = range(first, first + len(files.decoder.layers))  # behind the target's
+        self.layers = range(first, first + len(files.decoder.layers))  # numbered after the target's
         with holding():
             self.module: DraftHead = files.build(target, tp, ops, backends, config.quantizes_weights, holding)
         self.module.allocate_ropes(config.max_model_len)

@@ -1,10 +1,10 @@
-"""`LookUps`: the questions to tiers that must be asked what they have of a prompt (kv/tiers/tier.py). A
-sequence waits until they are answered.
+"""`LookUps`: asks tiers such as a store which blocks of a prompt they have (kv/tiers/tier.py). The sequence
+waits for the answers.
 
-Groups of layers that see everything are asked about first, as their blocks are written from the start of a
-prompt. Where they end, or at the last snapshot before, groups with a window are asked about the blocks that
-are needed there. Snapshots lie apart, so ends of blocks are asked about from the last one on, in a few rounds
-of more and more questions."""
+First come the blocks of groups that see all tokens, as tiers have those from the start of a prompt on. With
+recurrent layers the last snapshot among these blocks follows: as few blocks have one, each round of questions
+goes further back, and asks about more of them. At the end that was found, groups with a window come last, by
+the blocks that they need there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shoal.hashing import extend_keys, part_key
 from shoal.kv.places import Place, key_of, places
 from shoal.kv.tiers.tier import Tier
 
-# Numbers of snapshots asked about, round after round. Most often one of the first two is there: of the last
-# turn's answer or prompt. A store that answers in 20 ms takes half a second for all of them.
+# The number of snapshots in each round of questions. Most often there is one of the first two: at the end of
+# the last turn's answer, or of its prompt. A store that answers in 20 ms takes half a second for all rounds.
 ROUNDS = (2, 8, 32, 128)
 
 Questions = Iterator[list[list[bytes]]]  # keys to be asked about at once, each list in the order of a prompt
@@ -47,14 +47,14 @@ class LookUps:
         return seq in self._waiting
 
     def advance(self) -> None:
-        """Notes the answers."""
+        """Takes in the answers that have arrived, and asks the questions that follow."""
         for seq, (answers, questions) in list(self._waiting.items()):
             if all(answer.done() for answer in answers):
                 del self._waiting[seq]
                 self._ask(seq, questions)
 
     def _ask(self, seq: Sequence, questions: Questions) -> None:
-        """Asks what is to be asked next."""
+        """Asks the next questions, if there are any for a tier."""
         for keys in questions:
             tiers = [tier for tier in self._tiers() if tier.must_be_asked]
             answers = [tier.look_up(own) for tier in tiers for own in keys if own]
@@ -63,7 +63,7 @@ class LookUps:
                 return
 
     def _questions(self, seq: Sequence) -> Questions:
-        """Yields questions; the ones before are answered when the next ones are made."""
+        """Yields questions. Each is answered before the next one is made."""
         size = self._blocks.block_size
         end = (seq.num_tokens - 1) // size * size
         if not all(self._is_here(seq, place) for place in places(self._blocks.groups, end)):
@@ -92,7 +92,7 @@ class LookUps:
         return [key_of(place, groups, seq.keys, size) for place in asked_for]
 
     def _first_blocks(self, seq: Sequence, has: Callable[[Place], bool]) -> list[list[Place]]:
-        """Returns the first full blocks of each group without a window, as far as `has` says yes."""
+        """Returns the first full blocks of each group without a window, up to the first that lacks `has`."""
         return [
             list(takewhile(has, (Place(g, i) for i in range((seq.num_tokens - 1) // group.block_size))))
             for g, group in enumerate(self._blocks.groups)
@@ -107,7 +107,7 @@ class LookUps:
         return end // largest * largest
 
     def _rounds(self, end: int) -> Iterator[range]:
-        """Yields the ends of blocks up to this one, the last ones first, a round at a time."""
+        """Yields for each round the ends of blocks that it asks about, from `end` backwards."""
         largest = self._blocks.largest
         for num in ROUNDS:
             least = max(0, end - num * largest)

@@ -89,9 +89,9 @@ class RowNeeds:
     options_end: int
 
     def whole_rows(self, seq: Sequence, samples: range) -> list[tuple[int, int]]:
-        """Returns the fields of WantedRow of a sequence's samples in a step, as far as they are drawn from
-        whole rows. The first one may follow the last token that the host has seen: no draft may be
-        accepted by the steps in flight."""
+        """Returns the fields of WantedRow for a sequence's samples in a step, if these need whole rows. The
+        host does not know how many drafts the steps in flight accept, so options count as long as they would
+        apply right after the last token that it has seen."""
         is_shaped = len(seq.token_ids) < self.options_end
         return [(sample, int(is_shaped)) for sample in samples] if self.whole_row or is_shaped else []
 

@@ -3,9 +3,9 @@ of bytes, in which each layer has its part (`StatePlan`), so that a copy moves a
 of a row is in as many KV blocks as hold its bytes. The scheduler says which row is copied when; the kernels
 write rows in place.
 
-With speculation, states lack the accepted drafts of the last step, whose inputs are kept beside the rows
-until the next one (kernels/draft_spans.py). A snapshot lacks none: before the copy, pending inputs
-are applied."""
+With speculation, a state lacks the accepted drafts of the last step. Their inputs are kept in rows of their
+own, and the next step applies them (kernels/draft_spans.py). A snapshot lacks none, as they are applied
+before the copy."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ class StateRows:
             self._ops.copy_rows(_bytes(blocks), own, self._parts(blocks), parts)
 
     def _apply_pending(self, rows_N: torch.Tensor, ends_N: torch.Tensor, is_due_N: torch.Tensor) -> None:
-        """Takes the states of rows to the positions `ends_N`, where they are due."""
+        """Applies pending inputs to the rows that are due, so that their states have the first ends_N
+        tokens."""
         assert self._drafting is not None and self._model is not None
         table, rows = self._drafting.table, rows_N.long()
         pending_N = ends_N - table[rows, Field.POSITION] + table[rows, Field.PENDING]
@@ -219,7 +220,7 @@ class StateRows:
             module = self._model.layers[i]
             assert isinstance(module, HybridLayer)
             module.apply_pending(layer, sequences)
-        # A row is there once for each end that it might pass.
+        # rows_N has a row once for each end that it may pass
         table[:, Field.PENDING].index_put_((rows,), -pending_N, accumulate=True)
 
     def _parts(self, blocks: torch.Tensor) -> torch.Tensor:

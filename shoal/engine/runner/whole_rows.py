@@ -1,11 +1,11 @@
-"""`WholeRowSampler`: draws once more for the samples that need whole rows of logits: rows with options
-(penalties, bias, allowed and banned tokens), rows under a grammar, and with tensor parallelism rows whose
-filters may keep any number of tokens.
+"""`WholeRowSampler`: samples once more where whole rows of logits are needed: for sequences with options
+(penalties, bias, allowed and banned tokens) or a grammar, and with tensor parallelism where a filter may keep
+any number of tokens.
 
-The step itself draws for every row, and stays the same graph whether a row has options or not. The rows
-concerned are then copied, changed and drawn in chunks of a few sizes. A graph has captured a chunk of each
-size, so that its content costs the host one launch. Grammars' masks come from the host and are applied before
-it. A draw depends on seed and position alone, so a row that has none of these keeps its token.
+The step itself samples for every row, and is the same graph whether a row has options or not. Whole rows are
+then copied, changed and sampled in chunks of a few sizes. Each size has a graph, so that a chunk costs the
+host one launch. Masks of grammars come from the host and are applied before it. A sample depends on logits,
+seed and position alone, so rows that are not changed keep their tokens.
 
 K rows of a chunk · S sampled sequences · V vocabulary.
 """
@@ -62,8 +62,8 @@ class StepWholeRows:
 
 
 class WholeRowSampler:
-    """One rank's part. Rank 0 alone changes and draws; the others give it their columns, and take its
-    tokens."""
+    """One rank's part. Rank 0 alone changes logits and samples; the other ranks send it their columns, and
+    receive its tokens."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class WholeRowSampler:
         block_size: int,
         keeps_blocks: bool = True,
     ) -> None:
-        """`sizes`: what a chunk may have, small to large. `block_size`: of the first block table, under which
-        the tokens of rows lie. If that table does not keep all blocks of a sequence (`keeps_blocks`), they
-        lie under a table of their own, in which each row has as many blocks as the longest sequence."""
+        """`sizes`: the sizes of chunks, small to large. `block_size`: of the first block table, by which the
+        tokens of rows are stored. `keeps_blocks` False: that table does not keep all blocks of a sequence, so
+        tokens have a table of their own, in which each row has as many blocks as the longest sequence."""
         self.ops, self.tp, self.state, self.head, self.sizes = ops, tp, state, head, sizes
         self.device = state.flat.device
         num_rows, most = state.table.shape[0], sizes[-1]
@@ -262,8 +262,8 @@ class WholeRowSampler:
             self.state.table[rows_K, Field.POSITION] = positions_K.int() + 1
 
     def _mask(self, options: SamplerOptions | None, samples: np.ndarray) -> None:
-        """Leaves only the tokens possible that the grammars of these samples, a chunk's, allow. One
-        asynchronous copy is enough, because each row's place travels before its mask."""
+        """Bans the tokens that the grammars of a chunk's samples do not allow. One asynchronous copy is
+        enough, as each mask follows its row's place."""
         if options is None or options.masks is None:
             return
         place = {sample: k for k, sample in enumerate(samples.tolist())}

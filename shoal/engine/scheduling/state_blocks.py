@@ -1,23 +1,22 @@
-"""`StateBlocks`: `GroupedBlocks` of a model with recurrent layers. It says which snapshots of state rows are
+"""`StateBlocks`: `GroupedBlocks` of a model with recurrent layers. It plans which snapshots of state rows are
 taken and which are restored.
 
-A state cannot be cut back, so a prefix is found only up to a snapshot (kv/snapshots.py). Snapshots are taken
-at the ends of blocks:
+A state cannot be cut back, so a prefix is found only up to a snapshot (kv/snapshots.py). A snapshot is taken
+at the end of a block:
 
-    of a prompt    at its last full block and at the one before it, as templates change a prompt's last
-                   tokens with the next turn; where the prefix whose KV was cached ends, though no snapshot
-                   was there, as others will leave it there, too; and where a waiting sequence will leave
-                   this one's path. Chunks end at these points. Where a chunk ends anyway, a snapshot is taken
-                   for as many tokens as have KV of its size
-    while decoding at each block. It takes the place of the one before, so that a sequence that ends or is
-                   preempted leaves one behind
+    of a prompt    the last full block, and the one before it, as templates change a prompt's last tokens
+                   with the next turn; the last block of the prefix whose KV was found, if it has no snapshot
+                   yet, as later prompts will part from the prefix there, too; and the last block that a
+                   waiting sequence has in common with this one. Chunks end at these points. At the end of
+                   another chunk a snapshot is taken if the tokens since the last one have KV of its size
+    of an answer   each full block. The snapshot replaces the one before, so that a sequence that ends or is
+                   preempted leaves one
 
-A step has copies between rows and snapshots. A restore comes before the step, and a snapshot is taken after
-it. So a snapshot can be found by the plans after its own, and while decoding only when the host has seen all
-of its tokens.
+A step has copies between rows and snapshots: rows are restored before it, and snapshots are taken after it.
+So later plans can find a snapshot; one of an answer only when the host has seen all of its tokens.
 
-With drafts the host does not know which step passes the end of a block. So each step that may pass it has the
-copy, into the same snapshot, and the device carries out the one of the step that does (state_rows.py)."""
+With drafts the host does not know which step passes the end of a block. So every step that may pass it plans
+the copy into the same snapshot, and the device copies in the step that does pass it (state_rows.py)."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ CUT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRoom:
-    """blocks: how many KV blocks a snapshot takes. beside: how many there are for snapshots alone, after the
-    others; 0: snapshots and KV share all blocks. drafts: a decode may have several tokens."""
+    """blocks: the number of blocks of a snapshot. beside: the number of blocks for snapshots alone, numbered
+    after the KV blocks; 0: snapshots and KV share all blocks. drafts: a decode may have several tokens."""
 
     blocks: int
     beside: int = 0
@@ -69,7 +68,7 @@ def blocks_for(
 
 
 class StateBlocks(GroupedBlocks):
-    """`snapshots`: the kept states. This class writes a sequence's `states`."""
+    """`snapshots`: the kept states. `Sequence.states` is written here alone."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class StateBlocks(GroupedBlocks):
             self._take_again,
         )
         fetches.snapshots, fetches.watchers = self.snapshots, self.watchers
-        # With lower tiers: those that sequences have left behind, the oldest first
+        # With lower tiers: snapshots of sequences that have ended, the oldest first
         self.left_behind: deque[StateSnapshot] = deque(maxlen=num_blocks)
         self._kept: list[StateSnapshot] = []  # by parts of the engine
         # A snapshot takes as many bytes as the KV of this many tokens. At this distance a byte of either
@@ -198,7 +197,7 @@ class StateBlocks(GroupedBlocks):
         if states.restored is not None:
             self.snapshots.unpin(states.restored)
         self._drop_new(states)
-        # They are as old as the sequence's blocks, not older.
+        # Its snapshots become as old as its blocks, not older.
         for snapshot in (*states.used, states.latest):
             if snapshot is not None and self.snapshots.end_use(snapshot):
                 self.snapshots.use(snapshot)
@@ -209,8 +208,8 @@ class StateBlocks(GroupedBlocks):
     # Snapshots that parts of the engine keep
 
     def keep(self, snapshot: StateSnapshot) -> None:
-        """Keeps the content of a snapshot that is copied or lent, or with which a request will continue,
-        until `let_go`."""
+        """Keeps the content of a snapshot until `let_go`: it is being copied, is lent, or a request will
+        continue from it."""
         self.snapshots.pin(snapshot)
         self._kept.append(snapshot)
 
@@ -270,12 +269,12 @@ class StateBlocks(GroupedBlocks):
         return end, num_held
 
     def _num_promises(self, seq: Sequence, index: int, end: int) -> int:
-        """Returns how many sequences will take a snapshot that this one can begin with. Has one take it where
-        their paths part, if that saves more than it costs."""
+        """Returns how many running sequences will take a snapshot from which this one can begin. Adds a
+        snapshot where the tokens of both part, if it saves more than it costs."""
         size, num_promises = self.block_size, 0
         for other in self._prefilling:
             parting = _num_common(seq.keys[:end], other.keys, index) * size // self.largest * self.largest
-            # A snapshot that was planned in this step is not findable yet.
+            # snapshots that were planned in this step are not findable yet
             behind = max(index * size, other.num_computed - 1)
             points = states_of(other).points
             coming = [point for point in points if behind < point <= parting]
@@ -289,10 +288,10 @@ class StateBlocks(GroupedBlocks):
         return self.snapshots.held()
 
     def _plan_saves(self, seq: Sequence, end: int) -> list[tuple[int, StateSnapshot]]:
-        """Plans the snapshots of all ends of blocks that a sequence may pass in a step with drafts, `end` at
-        most. Returns them with these ends."""
+        """Plans a snapshot at each end of a block, up to `end`, that a sequence may pass in a step with
+        drafts. Returns these ends with their snapshots."""
         states, size = states_of(seq), self.largest
-        # A step that might have passed an end without taking its snapshot leaves none.
+        # An end that an earlier step may have passed without a snapshot gets none.
         first = max(states.planned_to, len(seq.token_ids) - 1) // size * size + size
         planned = []
         for point in range(first, end + 1, size):
@@ -338,7 +337,7 @@ class StateBlocks(GroupedBlocks):
             states.latest = snapshot
 
     def _pass_on(self, states: SeqStates, end: int, kept: StateSnapshot | None) -> None:
-        """Ends the time of a sequence's latest snapshot, as there is one at `end`: `kept`, if it stays."""
+        """Replaces a sequence's latest snapshot, as there is one at `end` now: `kept`, if that one stays."""
         latest, states.latest = states.latest, None
         is_findable = latest is not None and self.snapshots.end_use(latest)
         if latest is not None and is_findable and not (latest.is_used or latest.num_users):

@@ -19,9 +19,9 @@ MOST_PIECES = 4
 def token_span(
     seq, starts_ptr, draft_starts_ptr, verified_ptr, pending_ptr, num_drafting, DRAFTS: tl.constexpr
 ):
-    """Returns the first token of a sequence and the one after its last, how many pending tokens come before,
-    the position of the first token if it decodes, and the number of the token after which its state is
-    stored."""
+    """Returns for a sequence: its first token, the one after its last, the number of pending tokens before
+    the first, the position of the first in a decode, and the token, counted from the first, after which the
+    state is stored."""
     first, last = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
     pending, position, stored = 0, 0, last - first - 1
     if DRAFTS:

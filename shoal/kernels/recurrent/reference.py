@@ -1,5 +1,5 @@
-"""Recurrent layers in plain PyTorch: the oracle of the kernels beside this file, and the CPU's ops where it
-has nothing faster. Sums and states are computed in float32; states are stored in the dtype of their rows.
+"""Recurrent layers in plain PyTorch: the oracle of this room's kernels, and the CPU's ops where there are no
+faster ones. Sums and states are computed in float32; states are stored in the dtype of their rows.
 
 T tokens · S sequences · C channels of a convolution · W its width · K key heads · H (value) heads · N numbers
 of a key · V numbers of a value · G groups of heads · R state rows, with the spare one.
@@ -27,8 +27,8 @@ def causal_conv(
     kept_RKC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the depthwise convolution of each sequence, [T, C], through silu if asked. The last tap
-    belongs to the token itself. `inputs_RCW` holds the W - 1 inputs before the step's, the oldest first; the
-    step's last inputs take their place. `kept_RKC`: kept inputs of drafts (DraftSpans)."""
+    belongs to the token itself. `inputs_RCW` holds the W - 1 inputs before the step's, the oldest first, and
+    is overwritten with the step's last ones. `kept_RKC`: kept inputs of drafts (DraftSpans)."""
     spans = _Spans(sequences, kept_RKC)
     x_EC = spans.with_pending(x_TC)
     width = weight_CW.shape[1]
@@ -153,8 +153,9 @@ def gated_norm(
 
 
 class _Spans:
-    """The sequences that have tokens, of this step or pending. E tokens: pending ones of each sequence, then
-    its own; `starts_S` and `lengths_S` count these. The state after token stored_S[s] of them is stored."""
+    """The sequences that have tokens, of this step or pending. The E tokens are the pending ones of each
+    sequence, each followed by its own; `starts_S` and `lengths_S` count them. The state after a sequence's
+    token stored_S[s] is stored."""
 
     def __init__(self, sequences: Sequences, kept_RKX: torch.Tensor | None) -> None:
         drafts, device = sequences.drafts, sequences.rows_S.device
@@ -218,8 +219,8 @@ class _Spans:
             yield has_token, self.starts_S[has_token] + offset
 
     def store(self, states: torch.Tensor, i: torch.Tensor, t: torch.Tensor, memory: torch.Tensor) -> None:
-        """Stores the states of sequences `i` that are at the token after which theirs is stored. With drafts,
-        decodes round each state as if it was stored."""
+        """Stores the states of the sequences `i` whose token `t` is the one after which the state is stored.
+        With drafts, decodes round each state as if it was stored."""
         offsets = t - self.starts_S[i]
         due = i[offsets == self.stored_S[i]]
         memory[self.rows_S[due]] = states[due].to(memory.dtype)

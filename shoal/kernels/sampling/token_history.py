@@ -21,8 +21,9 @@ def locate_rows(
     tokens_S: torch.Tensor,
     out_XK: torch.Tensor,
 ) -> None:
-    """Fills in the int32s of WholeRow for these samples, of which shaped[k] > 0 have options, from those of
-    all samples. A sample with the row -1 becomes padding."""
+    """Writes the columns of WholeRow for chosen samples into `out_XK`. `samples_K` are their indices, and
+    shaped[k] > 0 if sample k has options; `rows_S`, `positions_S` and `tokens_S` are of all samples of the
+    step. A chosen sample whose row is -1 becomes padding."""
     at_K = samples_K.clamp(min=0).long()
     rows_K = torch.where(samples_K >= 0, rows_S[at_K], -1)
     out_XK[WholeRow.SAMPLE] = torch.where(rows_K >= 0, samples_K, -1)

@@ -45,13 +45,13 @@ class HiddenStates:
 
 
 def read_states(decoder: Decoder, layers: Sequence[int]) -> HiddenStates:
-    """Has the hidden states before each of these layers stored, or without layers, the final ones. To be
-    called before weights are loaded, as layers that run as one call can't be read."""
+    """Has the decoder store the hidden states before each of these layers; without layers, its final ones. To
+    be called before weights are loaded, as layers that run as one call can't be read."""
     return LayerStates(decoder, layers) if layers else FinalStates(decoder)
 
 
 class FinalStates(HiddenStates):
-    """The final hidden states. A decoder computes selected tokens' alone, and here all of them."""
+    """The final hidden states. The decoder, which otherwise computes selected tokens alone, computes all."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.config.hidden_size)

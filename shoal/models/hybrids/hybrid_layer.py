@@ -78,6 +78,6 @@ class HybridLayer(nn.Module):
         return self.mlp(x, residual, norm)
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
-        """Applies the kept inputs of accepted drafts to the states of sequences."""
+        """Applies pending inputs, of accepted drafts, to the states of these sequences."""
         assert self.mixer_name is not None
         getattr(self, self.mixer_name).apply_pending(memory, sequences)

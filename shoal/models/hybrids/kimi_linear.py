@@ -1,5 +1,5 @@
 """Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rope in the others, and
-mixtures of experts as DeepSeek V3 has them behind the first layers."""
+after the first layers mixtures of experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

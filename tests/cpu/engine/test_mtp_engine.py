@@ -209,7 +209,8 @@ WIDE = dict(
 @pytest.mark.parametrize("left", ["mtp.", "lm_head"], ids=["head in plain numbers", "head quantized"])
 @pytest.mark.parametrize("kind", ["fp8-blocks", "int4", "nvfp4"])
 def test_a_head_of_a_quantized_model_may_be_quantized_or_not(kind, left, root, build, tmp_path):
-    """Its drafts are those of the unpacked head. 4 bits are unpacked here, as activations are rounded otherwise."""
+    """A quantized head drafts the same tokens as its unpacked numbers. 4 bits are unpacked in this test, as activations
+    are rounded otherwise."""
     packed = tmp_path / "packed"
     shutil.copytree(write_mtp(root / kind, "qwen3.5", **WIDE), packed)
     unpacked = quantized.repack(packed, kind, left)
