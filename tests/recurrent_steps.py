@@ -148,26 +148,31 @@ def compare(ours: Any, oracle: Any, inputs: dict[str, Any], state: str, **tolera
     assert torch.equal(memory[:, 0], inputs[state]) and torch.equal(memory[:, 2], inputs[state])
 
 
+def conv_and_gate(
+    sequences: Sequences, rows: int, heads: Heads, width: int, has_bias: bool, dtype: torch.dtype
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Returns a mixer's inputs of its convolution, and its gates z, whose rows are not contiguous."""
+    inner = heads.heads * heads.value_dim
+    conv = conv_inputs(sequences, rows, 2 * heads.keys * heads.key_dim + inner, width, has_bias, dtype)
+    x_TC = conv["x_TC"]
+    return conv, torch.randn(len(x_TC), inner + 3, device=x_TC.device).to(dtype)[:, 3:]
+
+
 def delta_mixer_inputs(
     sequences: Sequences, rows: int, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> dict[str, Any]:
     inputs = delta_inputs(sequences, rows, heads, dtype, state_dtype)
-    inner, channels = (
-        heads.heads * heads.value_dim,
-        2 * heads.keys * heads.key_dim + heads.heads * heads.value_dim,
-    )
-    conv = conv_inputs(sequences, rows, channels, DELTA_WIDTH, False, dtype)
-    device = str(sequences.rows_S.device)
+    conv, z_TX = conv_and_gate(sequences, rows, heads, DELTA_WIDTH, False, dtype)
     return dict(
         qkv_TC=conv["x_TC"],
-        z_TX=torch.randn(len(conv["x_TC"]), inner + 3, device=device).to(dtype)[:, 3:],
+        z_TX=z_TX,
         a_TH=inputs["a_TH"],
         b_TH=inputs["b_TH"],
         weights=DeltaWeights(
             conv["weight_CW"],
             inputs["a_log_H"],
             inputs["dt_bias_H"],
-            torch.randn(heads.value_dim, device=device),
+            torch.randn(heads.value_dim, device=z_TX.device),
             1e-6,
         ),
         memory=LayerState(conv["inputs_RCW"], inputs["states_RHNV"]),
@@ -179,15 +184,10 @@ def mamba_mixer_inputs(
     sequences: Sequences, rows: int, heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> dict[str, Any]:
     inputs = mamba_inputs(sequences, rows, heads, dtype, state_dtype)
-    inner, channels = (
-        heads.heads * heads.value_dim,
-        2 * heads.keys * heads.key_dim + heads.heads * heads.value_dim,
-    )
-    conv = conv_inputs(sequences, rows, channels, MAMBA_WIDTH, True, dtype)
-    device = str(sequences.rows_S.device)
+    conv, z_TX = conv_and_gate(sequences, rows, heads, MAMBA_WIDTH, True, dtype)
     return dict(
         xbc_TC=conv["x_TC"],
-        z_TX=torch.randn(len(conv["x_TC"]), inner + 3, device=device).to(dtype)[:, 3:],
+        z_TX=z_TX,
         dt_TH=inputs["dt_TH"],
         weights=MambaWeights(
             conv["weight_CW"],
@@ -196,7 +196,7 @@ def mamba_mixer_inputs(
             inputs["d_H"],
             inputs["dt_bias_H"],
             inputs["limits"],
-            torch.randn(inner, device=device).to(dtype),
+            torch.randn(z_TX.shape[1], device=z_TX.device).to(dtype),
             1e-6,
         ),
         memory=LayerState(conv["inputs_RCW"], inputs["states_RHVN"]),
