@@ -3,6 +3,7 @@ by itself, for tests on CPU and GPU."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ def plain_sequences(row: int, first: int, tokens: int, device: str) -> Sequences
 def input_size(inputs: dict[str, Any]) -> int:
     """Returns the numbers of a token that are kept of a draft."""
     kept = {"x_TC", "k_TKN", "v_THV", "a_TH", "b_TH", "x_THV", "dt_TH", "b_TGN"}
-    return sum(inputs[name][0].numel() for name in kept & inputs.keys())
+    return sum(math.prod(inputs[name].shape[1:]) for name in kept & inputs.keys())
 
 
 def draft_cases(

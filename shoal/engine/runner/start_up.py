@@ -161,6 +161,10 @@ def rehearse_eager(steps: Steps, max_num_seqs: int, max_num_tokens: int) -> None
             query_len = max(SHORT_PROMPT, -(-num_tokens // max_num_seqs))
             if captured < num_tokens <= max_num_tokens and query_len <= steps.max_model_len:
                 rehearse(steps, num_tokens // query_len, query_len)
+        # Kernels of recurrent layers differ by the number of prompts, up to the next power of two.
+        most = min(max_num_seqs, max_num_tokens // 2) if steps.states.layers else 0
+        for doublings in range(2, (most - 1).bit_length() + 1):
+            rehearse(steps, min(1 << doublings, most), 2)
     steps.whole_rows.rehearse(rehearse(steps, 1, 1))
     rehearse_longest(steps, max_num_tokens)
     flat = steps.state.flat

@@ -38,11 +38,10 @@ class Rank:
     """A runner with the scheduler and the builder that feed it, as an engine has them."""
 
     def __init__(self, folder, num_blocks=BLOCKS, **options):
-        files = resolve(str(folder))
         defaults = dict(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=8)
-        quantized_bytes = files.quantized_bytes
         config = EngineConfig(model=str(folder), **defaults | options)
-        self.config = resolve_config(config, files.config, quantized_bytes)
+        files = resolve(str(folder)).with_head(config.speculative_config)
+        self.config = resolve_config(config, files.config, files.quantized_bytes)
         self.runner = ModelRunner(self.config, files, TensorParallel.single())
         start_up.allocate(self.runner, num_blocks)
         self.scheduler = Scheduler(

@@ -91,7 +91,7 @@ def launch(kind: LatentKind, dtype: torch.dtype, tokens: int, queries: int) -> N
 
 
 for name, kind in PUBLISHED.items():
-    for tokens, queries in ((1, 1), (100, 0), *[(6, 3)] * (name == "glm-4.7-flash")):
+    for tokens, queries in ((1, 1), (100, 0), (4, 2), *[(18, 9)] * (name == "deepseek-v3")):
         LAUNCHES[f"{name} {tokens} tokens, {queries} queries"] = (
             lambda kind=kind, tokens=tokens, queries=queries: launch(kind, torch.bfloat16, tokens, queries)
         )
