@@ -249,9 +249,11 @@ class Scheduler:
         """Returns the next step, or None if nothing can run before an `update` or `add`."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
-        may_start = bool(self._free_rows and self.waiting)
-        queries = self._queries if self.lengths is None else self.lengths.choose(self.running, may_start)
-        head_rests = self.lengths is not None and self.lengths.head_rests
+        queries, head_rests = self._queries, False
+        if self.lengths is not None:
+            has_room = self._free_rows and self.waiting and not self.blocks.lacks_room(self.waiting[0])
+            queries = self.lengths.choose(self.running, may_start=bool(has_room))
+            head_rests = self.lengths.head_rests
         num_tokens = self._schedule_decodes(decodes, queries)
         queries = max((entry.num_tokens for entry in decodes), default=1)
         queries = queries if self.lengths is None else self.lengths.places(queries)

@@ -133,6 +133,27 @@ def test_those_who_wait_for_more_than_room_are_told_apart():
     assert (s.stats().num_waiting, s.stats().num_deferred) == (2, 1)
 
 
+def test_a_sequence_without_room_does_not_keep_others_from_drafting():
+    """Regression: on a GPU no step had drafts as long as a sequence waited for blocks."""
+    s = make(num_blocks=8)
+    asked = []
+    s.lengths = SimpleNamespace(
+        choose=lambda running, may_start: asked.append(may_start) or 1,
+        places=lambda num_tokens: 1,
+        learn=lambda *_: None,
+        head_rests=False,
+    )
+    s.add(request("a", 20, max_tokens=4))
+    step(s)
+    s.add(request("b", 16))
+    s.add(request("c", 1))
+    for _ in range(3):
+        step(s)
+    assert asked == [True, False, False, False] and not s.running
+    step(s)
+    assert asked[4:] == [True]
+
+
 def test_decodes_come_first_and_prompts_share_what_is_left():
     s = make(max_num_batched_tokens=10)
     s.add(request("a", 4))
