@@ -56,8 +56,9 @@ def keep_kernels_together() -> None:
 
 @contextmanager
 def shared_kernels(url: str | None) -> Iterator[None]:
-    """Around a start: fetches compiled kernels before it, and in the background stores new ones after it.
-    None: kernels are kept on this machine alone. Raises ConfigError as CompileCache does."""
+    """A context for an engine's start: downloads compiled kernels before it, and uploads new ones after it,
+    in the background. None: kernels are kept on this machine alone. Raises ConfigError as CompileCache
+    does."""
     keep_kernels_together()
     store = None if url is None else CompileCache(url)
     if store is not None:

@@ -92,10 +92,10 @@ class HeadDrafter:
     def _step(
         self, step: StepInput, rows_S: torch.Tensor, slots_S: torch.Tensor, exists_S: torch.Tensor
     ) -> StepInput:
-        """A step of one slot a sequence; of a sequence without that slot it is padding."""
+        """Returns a step of one slot for each sequence, with padding for a sequence without that slot."""
         positions_S = torch.where(exists_S, slots_S, -1)
         one = StepInput(
-            token_ids_T=slots_S,  # the head gets the tokens beside the step
+            token_ids_T=slots_S,  # not read: the head gets its tokens as an argument
             positions_T=positions_S,
             rows_T=torch.where(exists_S, rows_S, -1),
             rows_S=torch.where(exists_S, rows_S, -1),

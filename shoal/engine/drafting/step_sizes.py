@@ -10,8 +10,9 @@ from shoal.kernels.drafting.draft_rows import most_decodes
 
 
 def draft_sizes(config: ResolvedConfig) -> Mapping[int, int] | None:
-    """Returns the most decodes of a step by the number of tokens of each, its drafts included. None: any step
-    may have drafts. The sizes are one, powers of two up to half of the most, and the most."""
+    """Returns the sizes of steps with drafts, each with the most decodes of such a step. A size is the tokens
+    of a decode: 2, 4, 8 and so on up to half of the largest, and the largest; without adaptive verification
+    the largest alone. None: a step may have any size."""
     options = config.speculative
     if options is None or config.device != "cuda":
         return None

@@ -73,7 +73,7 @@ class Weights:
 
     def find(self, source: str) -> CheckpointFiles:
         """The checkpoint of this name: a folder, a file, a repository, or what a store has now, with the
-        draft head that the engine has under it. Raises CheckpointError."""
+        draft head that the engine uses with it. Raises CheckpointError."""
         config = self._config
         revision = config.revision if source == config.model and not is_url(source) else None
         files = resolve(source, revision, config.download_dir, overrides=config.hf_overrides)

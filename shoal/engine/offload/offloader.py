@@ -64,8 +64,8 @@ class OffloadPolicy:
 @dataclass(frozen=True, slots=True)
 class _Scan:
     """The time of a scan of the coldest blocks, and the counts at that time: blocks registered so far, the
-    pool's `num_taken` and `num_free`, and how many blocks it could give away before one that the scan did not
-    see."""
+    pool's `num_taken` and `num_free`, and in `num_safe` how many blocks may be taken before one that the scan
+    did not see."""
 
     at: float
     num_registered: int

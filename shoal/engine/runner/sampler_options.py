@@ -19,8 +19,8 @@ from shoal.kernels.state import MIN_TEMPERATURE
 
 
 class WantedRow(IntEnum):
-    """The int32s that the host sends of a sample that is drawn from a whole row of logits. Both are -1 for
-    padding. The device knows the rest (kernels/sampling/row_options.py)."""
+    """A sample that needs a whole row of logits, as the host sends it: int32s, -1 for padding. The device
+    makes a WholeRow of it (kernels/sampling/row_options.py)."""
 
     SAMPLE = 0  # its index among the step's samples
     SHAPED = 1  # 1 if its row has options, else 0

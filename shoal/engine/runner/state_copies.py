@@ -11,9 +11,10 @@ ALIGNMENT = 4
 
 
 def pack_copies(copies: StateCopies) -> tuple[np.ndarray, int]:
-    """Returns the ints of a step's copies, and how many of them, the first ones, are the restores'. Each kind
-    has the places written to, and then the places read from; with drafts, saves have the ends at which they
-    are due in addition. A row has parts of a block's bytes, which count on from row to row."""
+    """Returns the ints of a step's copies, and how many of them, the first ones, are for restores. Restores,
+    and then saves, have the places written to and the places read from; with drafts, saves also have the ends
+    at which they are due. The place of a row's part, which has a block's bytes, is its number among the parts
+    of all rows."""
     restores, saves = _pairs(copies.restores), _pairs(copies.saves)
     ends = []
     if copies.ends is not None:

@@ -99,9 +99,8 @@ class DraftLengths:
         self._num_accepted = 0  # drafts, since the last completed step
         self._has_head = has_head
         self._head_ratio = 0.0  # cost of a head's passes, as a multiple of a step without drafts; 0: unknown
-        self.head_rests = (
-            False  # in the next step: it makes no drafts, and its cache misses the step's tokens
-        )
+        # in the next step: the head makes no drafts, and its cache misses the step's tokens
+        self.head_rests = False
 
     # Planning
 
@@ -146,8 +145,8 @@ class DraftLengths:
         return self.sizes[bisect_left(self.sizes, num_tokens)]
 
     def _rests(self, may_start: bool) -> bool:
-        """Returns whether a head rests in the next step. It wakes up with a new sequence, as its cache lacks
-        tokens of the others, or later."""
+        """Returns whether a head rests in the next step. Half of the budget is enough to wake it with a new
+        sequence, of which its cache lacks no token."""
         if not self.head_rests:
             return self._budgeted and self._budget <= 0
         return self._budget < WAKE * self._step_s * (1 if may_start else 2)
@@ -250,8 +249,8 @@ class DraftLengths:
     def completed(
         self, num_decodes: int, size: int, seconds: float, num_prompt_tokens: int = 0, head_s: float = 0.0
     ) -> None:
-        """Takes in the time of a step with `num_decodes` decodes of this size, whose tokens were learned
-        before, and prompts. `head_s`: the part of the time that a head took."""
+        """Learns from the time of a step with `num_decodes` decodes of this size, and prompts. Its tokens
+        were given to `learn` before. `head_s`: the part of the time that a head took."""
         num_accepted, self._num_accepted = self._num_accepted, 0
         seconds -= head_s
         # On a CPU a step has run when it is launched. If the one before is completed after that, this one's
@@ -262,9 +261,8 @@ class DraftLengths:
         row = self._rows.setdefault(_bucket(num_decodes), _Row())
         self._book_head(row, size, head_s, seconds)
         if num_prompt_tokens or not num_decodes:
-            if (
-                num_decodes and size > 1
-            ):  # tokens cost their share, and an accepted draft saves a step of its sequence
+            if num_decodes and size > 1:
+                # drafts cost their share of the step, and an accepted one saves a step of its sequence
                 num_places = num_decodes * (size - 1)
                 share = num_places / (num_places + num_decodes + num_prompt_tokens)
                 self._budget += num_accepted / num_decodes * row.base - share * seconds
@@ -286,8 +284,8 @@ class DraftLengths:
         self._budget = min(self._budget, MOST_SAVED * seconds)
 
     def _book_head(self, row: _Row, size: int, head_s: float, seconds: float) -> None:
-        """Books a head's passes in a step that took `seconds` without them, relative to what such a step
-        costs: on a busy machine either may have waited for a processor."""
+        """Books a head's passes, as a multiple of a step without drafts, because on a busy machine the passes
+        and the step may both have waited for a processor. `seconds`: of the step without the passes."""
         if not head_s or not seconds:
             return
         cost = row.by_size.get(size)

@@ -27,7 +27,7 @@ class GrammarState(Protocol):
 
     def draft(self, looked_up: list[int], most: int) -> tuple[list[int], int]:
         """Returns at most `most` drafts of the next tokens, and how many of the first are forced: the grammar
-        allows nothing else. They go on with `looked_up` as far as the grammar allows."""
+        allows nothing else. After these come tokens of `looked_up`, as far as the grammar allows them."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -48,8 +48,7 @@ class GrammarRow:
     grammar: GrammarState
     banned: list[int]
     allowed: list[int] | None
-    # The drafts before the sample. The samples of one sequence come one after the other, the first of them
-    # without any.
+    # The drafts before the sample. The samples of a sequence follow each other; the first has none before it.
     after: list[int] = field(default_factory=list)
 
 

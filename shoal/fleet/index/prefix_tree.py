@@ -156,7 +156,7 @@ class PrefixTree:
         return len(names), parent
 
     def mark(self, worker: int, tier: int, node: Node, has_snapshot: bool) -> None:
-        """Says whether a worker with recurrent layers has a snapshot after a block of its in this tier."""
+        """Notes if a worker with recurrent layers has a snapshot after this block of its in this tier."""
         bit = 1 << worker
         self._with_states |= bit
         if has_snapshot:

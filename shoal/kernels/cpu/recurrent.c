@@ -24,7 +24,7 @@ typedef struct {
     int32_t num_seqs, spare_row, is_bf16, num_drafting, slots, kept_size;
 } States;
 
-// A sequence's own tokens [first, last), and how many pending ones are applied before them. The state after token `stored` is stored.
+// A sequence's own tokens are [first, last), and `pending` ones are applied before them. The state after token `stored` is stored.
 typedef struct {
     int first, last, pending, stored, position, drafts;
 } Span;
@@ -73,7 +73,7 @@ INLINE void store_numbers(const States *s, int64_t at, const float *from, int co
     } else memcpy((float *)s->states + at, from, (size_t)count * 4);
 }
 
-// As it is once stored and loaded again. Decodes with drafts round after each token, so that drafts change nothing.
+// Rounds a state as storing and loading it does. Decodes with drafts round after each token, so that drafts change nothing.
 INLINE void round_to_bf16(Vector *x) {
     for (int i = 0; i < LANES; i++) (*x)[i] = from_bf16(to_bf16((*x)[i]));
 }
@@ -374,7 +374,7 @@ static void conv_unit(void *shared, int unit, int thread) {
     }
 }
 
-// The next state of a sequence, once all of its units have read the last one. One of one token has it already.
+// Writes a sequence's next state, after all of its units have read the last one. For a sequence of one token, conv_unit has done so.
 static void conv_state_unit(void *shared, int seq, int thread) {
     const Conv *op = shared;
     const States *s = op->states;

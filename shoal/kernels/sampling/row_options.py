@@ -51,7 +51,7 @@ class SamplePlaces(NamedTuple):
 
 
 class WholeRow(IntEnum):
-    """The int32s of a sample that is drawn from a whole row of logits, where it is drawn."""
+    """A sample that needs a whole row of logits, as kernels take it: int32s."""
 
     SAMPLE = 0  # its index among the step's samples; -1: padding
     ROW = 1  # its state row; -1: padding

@@ -145,8 +145,8 @@ class BlockIndex:
             yield self._event(run, stored.tier)
 
     def _mark(self, events: list[KVEvent], kept: dict[tuple[str, bytes], bool]) -> None:
-        """Completes the events of a batch by snapshots that were kept, or are gone, at its end: in the event
-        that stores the block, or by one that stores it again."""
+        """Adds to the events of a batch which blocks have a snapshot at its end: to the event that stores the
+        block, or by a further event that stores it again."""
         for (tier, key), is_kept in kept.items():
             name = block_name(key)
             block = self.tiers.get(tier, {}).get(name)
