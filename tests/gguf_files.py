@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+IN_F32 = re.compile("_norm|ffn_gate_inp|ssm_conv1d|shortconv.conv")  # as llama.cpp has them
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj\.weight|w\d\.weight)")
 # From a tensor's name, the tensor and the config to the tensors of the file that hold it, by name
 Convert = Callable[[str, torch.Tensor, dict], dict[str, torch.Tensor]]
@@ -35,7 +36,8 @@ def write(
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
+    length = ("max_position_embeddings", "model_max_length")
+    writer.add_context_length(next(config[key] for key in length if key in config))
     writer.add_embedding_length(config["hidden_size"])
     num_blocks = config["num_hidden_layers"] + num_heads
     writer.add_block_count(num_blocks)
@@ -62,7 +64,14 @@ def write(
                 stored = names.get_name(own.removesuffix("_bias"), try_suffixes=()) + ".bias"
             assert stored, own
             own_kind = kind if isinstance(kind, str) else kind(stored, part)
-            number = gguf.GGMLQuantizationType["F32" if part.dim() == 1 or part.shape[-1] % 32 else own_kind]
+            if (
+                part.dim() == 1
+                or part.shape[-1] % 32
+                or IN_F32.search(stored)
+                or not stored.endswith(".weight")
+            ):
+                own_kind = "F32"
+            number = gguf.GGMLQuantizationType[own_kind]
             data = packed(part.float().contiguous().numpy(), number)
             if unpacked:
                 data, number = gguf.quants.dequantize(data, number), gguf.GGMLQuantizationType.F32
@@ -76,8 +85,6 @@ def write(
 def like_q4_k_m(name: str, tensor: torch.Tensor) -> str:
     """A tensor's type as llama.cpp chooses it for Q4_K_M."""
     more = any(part in name for part in ("attn_v", "ffn_down", "token_embd", "output.weight"))
-    if "ffn_gate_inp" in name or "ssm_conv1d" in name:
-        return "F32"
     if tensor.shape[-1] % 256:
         return "Q8_0" if more else "Q5_0"
     return "Q6_K" if more else "Q4_K"

@@ -39,6 +39,8 @@ class GGUFNames:
     # a metadata key, without the prefix -> the name of the architecture that a file with this key is of, or
     # the names for some of its values
     others: Mapping[str, str | Mapping[int, str]] = field(default_factory=dict)
+    # a metadata key, without the prefix -> the name of the architecture of files that lack it
+    without: Mapping[str, str] = field(default_factory=dict)
     # whether the rows of q and k lie in the order of interleaved rotary pairs
     interleaved: bool = False
     # ends of checkpoint names of tensors to whose numbers the file has 1 added

@@ -102,6 +102,9 @@ def _architecture(metadata: Mapping[str, Any], where: str) -> tuple[Architecture
                 f"{where}: a {name}-architecture GGUF with {key} {values[key]!r:.80} ({model}) is not "
                 "supported"
             )
+    for key, own in names.without.items():
+        if key not in values:
+            architecture = BY_NAME[own]
     for key, other in names.others.items():
         value: Any = values.get(key)
         found = other if isinstance(other, str) else other.get(value) if isinstance(value, int) else None

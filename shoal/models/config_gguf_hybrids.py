@@ -51,6 +51,16 @@ MAMBA_TENSORS = {
     "ssm_out": "mamba.out_proj",
 }
 
+# Kimi Delta Attention
+CHANNEL_DELTA_TENSORS = {
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
+
 
 def value_heads(fields: ConfigFields) -> Mapping[str, Any]:
     """The size of a delta net's value heads."""

@@ -45,6 +45,11 @@ def granite_mamba_layer(fields: ConfigFields) -> LayerKind:
     heads, inner = fields.count("mamba_n_heads"), fields.count("mamba_expand") * fields.count("hidden_size")
     given = fields.get("mamba_d_head")
     head_dim = inner // heads if given == "auto" else fields.count("mamba_d_head")
+    if heads * head_dim != inner:
+        raise CheckpointError(
+            f"{fields.where}: mamba_n_heads times mamba_d_head must be mamba_expand times hidden_size, which "
+            f"is {inner}, got {heads} times {head_dim}"
+        )
     return LayerKind(
         Mamba2Kind(
             heads,

@@ -15,6 +15,7 @@ from shoal.kernels.quant.quantized_tensor import QuantizedTensor, RowwiseTensor
 from shoal.kinds.recurrent import DeltaKind
 from shoal.model_config import ModelConfig
 
+CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight", *(f".{part}_conv1d.weight" for part in "qkv"))
 Shape = tuple[int, ...]
 Matrix = Any  # a torch.Tensor or a QuantizedTensor
 
@@ -29,11 +30,14 @@ class Restored(NamedTuple):
 def restored(name: str, shape: Shape) -> Restored | None:
     """None: the file has the tensor as a checkpoint does."""
     size = int(np.prod(shape))
+    if name.endswith(".self_attn.A_log"):  # Kimi Linear's
+        heads = (1, 1, size, 1)
+        return Restored(heads, lambda stored: stored.float().neg().log().reshape(heads))
     if name.endswith(".A_log"):
         return Restored((size,), lambda stored: stored.float().neg().log().flatten())
     if name.endswith((".mamba.D", ".mamba.norm.weight")):
         return Restored((size,), lambda stored: stored.flatten())
-    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+    if name.endswith(CONVOLUTIONS):
         channels = size // shape[-1]
         return Restored((channels, 1, shape[-1]), lambda stored: stored.reshape(channels, 1, shape[-1]))
     if name.endswith(".shared_expert_gate.weight"):

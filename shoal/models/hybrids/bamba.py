@@ -13,6 +13,8 @@ from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.config_recurrent import granite_mamba_layer, parts_of_mamba
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
+PARTIAL = 0.5  # the share of a head that rotates
+
 
 def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     given = fields.get("attn_layer_indices") or []
@@ -38,7 +40,7 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": PARTIAL,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "mamba_n_heads": 128,
@@ -53,6 +55,8 @@ ARCHITECTURE = Architecture(
     read=read,
     layer_types=layer_types,
     other_layers={LINEAR: granite_mamba_layer},
+    # whatever a config says, but for its rope_parameters
+    said_otherwise=lambda fields: {"partial_rotary_factor": PARTIAL},
     renamed={"layers_block_type": "layer_types"},
     tensors={
         "mamba.in_proj": Stack(

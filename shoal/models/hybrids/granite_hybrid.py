@@ -42,6 +42,7 @@ def derived(fields: ConfigFields) -> Mapping[str, Any]:
     return {
         "position_embedding_type": "rope" if has_rope else "nope",
         "mamba_d_head": per_head(fields, "mamba_inner_size", "mamba_n_heads"),
+        "mamba_expand": per_head(fields, "mamba_inner_size", "hidden_size"),
         "num_experts": fields.count("num_experts", 0, least=0),
     }
 
@@ -95,6 +96,7 @@ DENSE = Architecture(
         },
         derived=derived,
         others={"expert_count": "granitemoehybrid_experts"},
+        without={"attention.scale": "bamba"},  # it has none of Granite's factors
         interleaved=True,
         layers={"ssm_in.weight": LINEAR, "attn_q.weight": FULL},
     ),

@@ -10,9 +10,11 @@ from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.recurrent import ChannelDeltaKind
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
 from shoal.models.config_fields import ConfigFields, check_fixed
+from shoal.models.config_gguf_experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
+from shoal.models.config_gguf_hybrids import CHANNEL_DELTA_TENSORS
 from shoal.models.config_latent import with_latents
 from shoal.models.config_layers import FULL, LINEAR
 from shoal.models.hybrids.qwen3_next import hybrid_layer
@@ -47,6 +49,12 @@ def delta_layer(fields: ConfigFields) -> LayerKind:
     heads, size = fields.count("linear_num_heads"), fields.count("linear_head_dim")
     width = fields.count("linear_conv_kernel_dim", least=2)
     return LayerKind(ChannelDeltaKind(heads, heads, size, size, width, gate_rank=size))
+
+
+def from_gguf(fields: ConfigFields) -> Mapping[str, Any]:
+    """The fields of a GGUF file that it says in other words. Heads of both kinds of layers are as many."""
+    check_fixed(fields, {"expert_gating_func": SIGMOID})
+    return {**latents(fields), "linear_num_heads": fields.count("num_attention_heads")}
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -114,4 +122,11 @@ ARCHITECTURE = Architecture(
         "block_sparse_moe": "mlp",
     },
     layer_class=hybrid_layer,
+    gguf=GGUFNames(
+        "kimi-linear",
+        tensors={**LATENT_TENSORS, **CHANNEL_DELTA_TENSORS},
+        keys={**LATENT_KEYS, "ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"},
+        derived=from_gguf,
+        layers={"ssm_conv1d_q.weight": LINEAR, "attn_kv_a_mqa.weight": FULL},
+    ),
 )

@@ -17,7 +17,7 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header
 from tests import gguf_files
-from tests.cpu.models.test_gguf_mixtures import assert_equal_to
+from tests.cpu.models.test_gguf_mixtures import assert_equal_files, assert_equal_to, by_head
 from tests.tiny_families import write_family
 
 RECURRENT = ("linear_attention", "mamba", "conv")
@@ -160,6 +160,28 @@ def convert_granite(name: str, tensor: torch.Tensor, config: dict) -> dict[str, 
     return convert_mamba(name, tensor, config, "mamba_n_groups")
 
 
+def add_bamba(writer, config) -> None:
+    """`attn_rotary_emb` of the published config becomes the number of rotated dimensions."""
+    add_shared(writer, config)
+    heads, rotated = (
+        config["num_key_value_heads"],
+        config["hidden_size"] // config["num_attention_heads"] // 2,
+    )
+    attention = config["attn_layer_indices"]
+    writer.add_head_count_kv([heads if i in attention else 0 for i in range(config["num_hidden_layers"])])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_scaling_finetuned(True)
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+
+
+def convert_bamba(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    return convert_mamba(name, tensor, config, "mamba_n_groups")
+
+
 def add_nemotron(writer, config) -> None:
     add_shared(writer, config)
     letters = config["hybrid_override_pattern"]
@@ -216,6 +238,43 @@ def convert_lfm2(name: str, tensor: torch.Tensor, config: dict) -> dict[str, tor
     return {name: tensor.squeeze(1) if ".conv.conv." in name else tensor}
 
 
+def add_kimi(writer, config) -> None:
+    is_full = [not is_recurrent(config, i) for i in range(config["num_hidden_layers"])]
+    experts = dict(config, num_experts_per_tok=config["num_experts_per_token"])
+    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.add_head_count_kv([int(full) for full in is_full])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotary)
+    writer.add_key_length(rank + rotary)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    add_experts(writer, experts, config["num_experts"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def convert_kimi_whole(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    """With keys' and values' matrices in one, as the first files have them."""
+    return {name: tensor} if name.endswith("kv_b_proj.weight") else convert_kimi(name, tensor, config)
+
+
+def convert_kimi(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    if name.endswith("_conv1d.weight"):
+        return {name: tensor.reshape(1, len(tensor), 1, -1)}
+    if name.endswith(".A_log"):
+        return {name: -tensor.exp()}
+    if name.endswith(".dt_bias"):
+        return {name.removesuffix("_bias") + "_proj.bias": tensor}
+    dense = ".block_sparse_moe." in name and name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj")
+    if dense and "shared_experts" not in name:
+        return {name.replace("block_sparse_moe", "mlp"): tensor}
+    return by_head(name, tensor, config)
+
+
 def tied(root, name, **changes):
     return write_family(root, name, tie_word_embeddings=True, **changes)
 
@@ -247,6 +306,7 @@ FILES = {
         add_granite,
         convert_granite,
     ),
+    "bamba": ("granitehybrid", lambda root: write_family(root, "bamba"), add_bamba, convert_bamba),
     "nemotron-dense": (
         "nemotron_h",
         lambda root: write_family(root, "nemotron-h", hybrid_override_pattern="M-*M"),
@@ -266,6 +326,18 @@ FILES = {
         ),
         add_nemotron,
         convert_nemotron,
+    ),
+    "kimi-linear": (
+        "kimi-linear",
+        lambda root: write_family(root, "kimi-linear", linear_num_heads=6),
+        add_kimi,
+        convert_kimi,
+    ),
+    "kimi-linear-whole": (
+        "kimi-linear",
+        lambda root: write_family(root, "kimi-linear", linear_num_heads=6),
+        add_kimi,
+        convert_kimi_whole,
     ),
     "lfm2": ("lfm2", lambda root: write_family(root, "lfm2"), add_lfm2, convert_lfm2),
     "lfm2-moe": ("lfm2moe", lambda root: tied(root, "lfm2-moe"), add_lfm2, convert_lfm2),
@@ -310,6 +382,41 @@ def write(root, tmp_path, name: str, kind: str = "F32"):
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_its_checkpoint(name, root, tmp_path):
     assert_equal_to(*write(root, tmp_path, name))
+
+
+# sizes that groups of 256 weights divide, and experts that all are chosen
+WIDE = {
+    "kimi-linear": dict(
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_local_experts=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        linear_num_heads=8,
+        linear_head_dim=32,
+        kv_lora_rank=32,
+        v_head_dim=32,
+    ),
+    "bamba": dict(hidden_size=256, intermediate_size=256, mamba_d_head=64, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, most",
+    # Q6_K becomes 8 bits, and that these models enlarge
+    [("Q8_0", 0.01), (gguf_files.like_q4_k_m, 1.0)],
+    ids=["Q8_0", "Q4_K_M"],
+)
+@pytest.mark.parametrize("name", WIDE)
+def test_a_file_in_fewer_bits_says_what_its_unpacked_weights_say(name, kind, most, root, tmp_path):
+    folder, paths = (
+        write_family(root, name, **WIDE[name]),
+        (tmp_path / "packed.gguf", tmp_path / "plain.gguf"),
+    )
+    for path, unpacked in zip(paths, (False, True)):
+        gguf_files.write(path, folder, FILES[name][0], *FILES[name][2:], kind, unpacked)
+    assert_equal_files(*paths, most)
 
 
 Q8 = dict(
@@ -364,6 +471,14 @@ def test_a_layer_without_a_mixer_is_refused_by_its_number(root, tmp_path):
         CheckpointError, match=r"blk\.1 must have one of shortconv\.conv\.weight, attn_q\.weight"
     ):
         config_from_gguf(header.metadata, shapes, str(path))
+
+
+def test_kimi_linear_with_another_router_is_refused(root, tmp_path):
+    _, path = write(root, tmp_path, "kimi-linear")
+    header = read_header(path)
+    softmax = {**header.metadata, "kimi-linear.expert_gating_func": 1}
+    with pytest.raises(CheckpointError, match="expert_gating_func must be 2, got 1"):
+        config_from_gguf(softmax, header.shapes, str(path))
 
 
 def test_value_heads_that_do_not_fill_the_inner_size_are_refused(root, tmp_path):

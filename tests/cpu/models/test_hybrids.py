@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kinds.recurrent import DeltaKind, Mamba2Kind, ShortConvKind
@@ -40,6 +41,9 @@ def config_of(root, name, **changes):
         ("nemotron-h", dict(hybrid_override_pattern="MX"), "hybrid_override_pattern must be letters"),
         ("nemotron-h", dict(mlp_hidden_act="silu"), "mlp_hidden_act must be relu2, got 'silu'"),
         ("nemotron-h", dict(residual_in_fp32=True), "residual_in_fp32 must be false"),
+        # Regression: the size of a head was rounded down.
+        ("granite4-mamba", dict(mamba_d_head="auto", mamba_n_heads=10), "which is 96, got 10 times 9"),
+        ("bamba", dict(mamba_d_head=16), "mamba_n_heads times mamba_d_head must be .* 96, got 8 times 16"),
         # Regression: these were ignored, so the model was another one.
         ("kimi-linear", dict(mla_use_nope=False), "mla_use_nope must be True, got False"),
         ("kimi-linear", dict(moe_router_activation_func="softmax"), "must be 'sigmoid', got 'softmax'"),
@@ -50,6 +54,20 @@ def config_of(root, name, **changes):
 def test_configs_that_cannot_run_are_refused_by_name(name, changes, message, root):
     with pytest.raises(CheckpointError, match=message):
         config_of(root, name, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(partial_rotary_factor=0.25, rope_parameters=None),
+        dict(rope_parameters=dict(rope_theta=1e4, rope_type="default", partial_rotary_factor=0.25)),
+    ],
+    ids=["beside", "within"],
+)
+def test_the_share_of_rotated_dimensions_of_bamba_equals_transformers(changes, root):
+    """Regression: the field beside rope_parameters counted, and transformers overwrites it."""
+    expected = transformers.BambaConfig(**changes).rope_parameters["partial_rotary_factor"]
+    assert config_of(root, "bamba", **changes).attention.rope.partial == expected
 
 
 def test_both_forms_of_a_list_of_layers_are_one_model(root):
