@@ -90,12 +90,7 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         raise CheckpointError(
             f"{where}: partial_rotary_factor {share:g} is not supported for this architecture; only 1.0 is"
         )
-    rotary_dim = int(head_dim * share)
-    if share > 1.0 or rotary_dim < 2 or (rotary_dim % 2 and kind != "proportional"):
-        name, got = "partial_rotary_factor", f"{share:g}"
-        if fields.get("rotary_dim") is not None:
-            name, got = "rotary_dim", str(rotary_dim)
-        raise CheckpointError(f"{where}: {name} must leave pairs of head_dim {head_dim} to rotate, got {got}")
+    rotary_dim = _rotary_dim(fields, share, head_dim, may_be_odd=kind == "proportional")
     if kind == "default":
         return RopeConfig(theta, partial=share)
     if kind == "linear":
@@ -106,21 +101,7 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         "original_max_position_embeddings", rope.count("original_max_position_embeddings", max_position)
     )
     if kind == "llama3":
-        scaled = RopeConfig(
-            theta,
-            kind,
-            factor=rope.number("factor"),
-            original_max_position_embeddings=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            partial=share,
-        )
-        if scaled.high_freq_factor <= scaled.low_freq_factor:
-            raise CheckpointError(
-                f"{where}: rope high_freq_factor {scaled.high_freq_factor} is not above low_freq_factor "
-                f"{scaled.low_freq_factor}"
-            )
-        return scaled
+        return _llama3(rope, theta, original, share)
     factor = rope.number("factor", max_position / original)
     if kind == "longrope":
         return RopeConfig(
@@ -142,6 +123,37 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=yarn_attention_factor(rope, factor),
+        partial=share,
+    )
+
+
+def _rotary_dim(fields: ConfigFields, share: float, head_dim: int, may_be_odd: bool) -> int:
+    """Returns how many numbers of a head are rotated. Raises CheckpointError unless they are pairs."""
+    rotary_dim = int(head_dim * share)
+    if share > 1.0 or rotary_dim < 2 or (rotary_dim % 2 and not may_be_odd):
+        name, got = "partial_rotary_factor", f"{share:g}"
+        if fields.get("rotary_dim") is not None:
+            name, got = "rotary_dim", str(rotary_dim)
+        raise CheckpointError(
+            f"{fields.where}: {name} must leave pairs of head_dim {head_dim} to rotate, got {got}"
+        )
+    return rotary_dim
+
+
+def _llama3(rope: ConfigFields, theta: float, original: int, share: float) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise CheckpointError(
+            f"{rope.where}: high_freq_factor must be more than low_freq_factor {low:g}, got {high:g}; "
+            "correct one of them"
+        )
+    return RopeConfig(
+        theta,
+        "llama3",
+        factor=rope.number("factor"),
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
         partial=share,
     )
 
