@@ -9,6 +9,9 @@ the same answers. Hashing the tokens of a query is measured by itself, as both s
 turns within a run, so that a ratio says something on a busy machine; times are medians. A query finds the
 memory cold, as a router's does.
 
+A third load has workers with recurrent layers: each keeps a snapshot of states after every 64th block of the
+first load's chains, and a worker's depth is cut to its last one. Shoal's index alone has such workers.
+
 Dynamo's index: `pip install --no-deps ai-dynamo-runtime` (its binding takes events as JSON bytes, and walks a
 radix tree; `find_matches` without early exit).
 """
@@ -29,8 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shoal.fleet.index.indexer import KvIndexer, WorkerRank
-from shoal.fleet.index.prefix_tree import DEVICE
-from shoal.hashing import block_hashes, sequence_hashes
+from shoal.fleet.index.prefix_tree import DEVICE, PrefixTree
+from shoal.hashing import WIRE_SEED, block_hashes, sequence_hashes
 
 try:
     from dynamo._core import RadixTree
@@ -169,6 +172,27 @@ def measure(name: str, runs: list[Run], queries: list[list[int]]) -> list[dict[s
     ]
 
 
+def measure_states(runs: list[Run], queries: list[list[int]], distance: int = 64) -> dict[str, Any]:
+    """Measures queries about workers with recurrent layers, which have snapshots at this distance."""
+    tree = PrefixTree()
+    for worker, names, _, before in runs:
+        parent = None if before is None else tree.nodes[before]
+        for name in names:
+            parent = tree.add(worker, DEVICE, name, parent, WIRE_SEED)
+            tree.mark(worker, DEVICE, parent, (parent.depth + 1) % distance == 0)
+    chains = [sequence_hashes(hashes) for hashes in queries]
+    seconds = [timed(lambda chain=chain: tree.depths(chain, DEVICE))[0] for chain in chains]  # type: ignore[misc]
+    return {
+        "load": f"made up, a snapshot after every {distance} blocks",
+        "index": "shoal",
+        "blocks": sum(len(run[1]) for run in runs),
+        "query_blocks": round(statistics.mean(map(len, queries))),
+        "query_us": statistics.median(seconds) * 1e6,
+        "query_p99_us": statistics.quantiles(seconds, n=100)[98] * 1e6,
+        "event_blocks_per_s": None,
+    }
+
+
 def hashing(rng: random.Random) -> float:
     """Microseconds to hash the 16,000 tokens of a query of 1,000 blocks."""
     tokens = [rng.randrange(150_000) for _ in range(1000 * BLOCK_SIZE)]
@@ -189,15 +213,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)
-    rows = measure("made up", *made_up(rng))
+    made = made_up(rng)
+    rows = [*measure("made up", *made), measure_states(*made)]
     if given.trace is not None:
         rows += measure("trace", *from_trace(given.trace))
     print("| load | index | blocks | blocks of a query | query, us | p99 | blocks of events a second |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
+        rate = "-" if row["event_blocks_per_s"] is None else f"{row['event_blocks_per_s']:,.0f}"
         print(
             f"| {row['load']} | {row['index']} | {row['blocks']:,} | {row['query_blocks']} "
-            f"| {row['query_us']:.1f} | {row['query_p99_us']:.1f} | {row['event_blocks_per_s']:,.0f} |"
+            f"| {row['query_us']:.1f} | {row['query_p99_us']:.1f} | {rate} |"
         )
     hashed = hashing(rng)
     print(f"\nhashing the tokens of 1,000 blocks of {BLOCK_SIZE}: {hashed:.0f} us")
