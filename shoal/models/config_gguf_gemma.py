@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.models.architecture import GGUFNames
-from shoal.models.config_fields import ConfigFields
+from shoal.models.config_fields import ConfigFields, check_fixed
 from shoal.models.config_layers import FULL, SLIDING
 
 # the norms before and behind attention and MLP
@@ -19,14 +19,15 @@ SANDWICH_TENSORS = {
 
 
 def fields_of_layers(fields: ConfigFields) -> Mapping[str, Any]:
-    """Fields of config.json that a file says layer by layer. Its own head_dim is for layers without a
-    window."""
+    """Fields of config.json that a file says layer by layer. The file's head_dim is for layers without a
+    window, and so is its rope."""
+    rope = ConfigFields(fields.get("rope_parameters"), f"{fields.where}: rope")
+    check_fixed(rope, {"rope_type": "none"})  # scaled frequencies are not divided in addition
     full = fields.count("head_dim")
     sliding = fields.count("sliding_head_dim", full)
     types = fields.each("layer_types", fields.count("num_hidden_layers"))
     heads, num_shared = _kv_heads(fields), fields.count("num_kv_shared_layers", 0, least=0)
     rotated = fields.count("sliding_rotary_dim", sliding) / sliding
-    theta = fields.get("rope_parameters").get("rope_theta")
     return {
         **_widths(fields, num_shared),
         "head_dim": sliding,
@@ -43,7 +44,7 @@ def fields_of_layers(fields: ConfigFields) -> Mapping[str, Any]:
         "enable_moe_block": bool(fields.count("num_experts", 0, least=0)),
         "rope_parameters": {
             SLIDING: {"rope_theta": fields.get("sliding_theta"), "partial_rotary_factor": rotated},
-            FULL: {"rope_theta": theta, "partial_rotary_factor": 1.0},
+            FULL: {"rope_theta": rope.get("rope_theta"), "partial_rotary_factor": 1.0},
         },
     }
 

@@ -140,8 +140,9 @@ PRE_TOKENIZERS = {
 END_TOKENS = frozenset(
     {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 )
-# Gemma 4's answers end with one of these, which files may list as ordinary tokens.
-GEMMA4, GEMMA4_END_TOKENS = "gemma4", ("<eos>", "<turn|>", "<|tool_response>")
+GEMMA4 = "gemma4"
+# Its answers end with one of these, which files may list as ordinary tokens.
+GEMMA4_END_TOKENS = ("<eos>", "<turn|>", "<|tool_response>")
 # Harmony's messages end with "<|end|>", and its answers with one of these.
 HARMONY_END_TOKENS = frozenset({"<|return|>", "<|call|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
@@ -166,7 +167,7 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
         add_bos = pre.add_bos
     elif kind == GEMMA4:
         backend = _characters(tokens, types, _merges(metadata), special_tokens(metadata).get("unk_token"))
-        # The first published files say no, and so llama.cpp does not ask them.
+        # The first published files say no, so that llama.cpp does not ask them either (its PR 21500).
         metadata = {**metadata, "tokenizer.ggml.add_bos_token": True}
         add_bos = True
     elif kind == "llama":

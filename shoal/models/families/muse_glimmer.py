@@ -52,7 +52,7 @@ def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     return full_every(4, num_layers + -num_layers % 4)[-num_layers:]
 
 
-def sliding_rope(fields: ConfigFields) -> Mapping[str, Any]:
+def rotated_layers(fields: ConfigFields) -> Mapping[str, Any]:
     """Fields that a GGUF file does not say: layers with a window rotate, and the others do not."""
     kinds = fields.get("layer_types") or layer_types(fields, fields.count("num_hidden_layers"))
     return {"layer_rope_theta": [0 if kind == FULL else 1 for kind in kinds]}
@@ -88,7 +88,7 @@ ARCHITECTURE = Architecture(
         "muse-glimmer",
         tensors={**SANDWICH_TENSORS, "attn_gate": "self_attn.gate_proj"},
         keys={"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping"},
-        derived=sliding_rope,
+        derived=rotated_layers,
         interleaved=True,
         raised=("layernorm.weight",),
     ),

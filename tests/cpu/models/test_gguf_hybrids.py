@@ -128,6 +128,15 @@ def convert_mamba(name: str, tensor: torch.Tensor, config: dict, groups: str) ->
     return {name: permuted(name, tensor, config)}
 
 
+def add_mamba(writer, config) -> None:
+    """By Granite's names."""
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+
+
 def add_granite(writer, config) -> None:
     add_shared(writer, config)
     heads = config["num_key_value_heads"]
@@ -138,11 +147,7 @@ def add_granite(writer, config) -> None:
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    add_mamba(writer, config)
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if config["num_local_experts"]:
         writer.add_expert_count(config["num_local_experts"])
@@ -163,19 +168,11 @@ def convert_granite(name: str, tensor: torch.Tensor, config: dict) -> dict[str, 
 def add_bamba(writer, config) -> None:
     """`attn_rotary_emb` of the published config becomes the number of rotated dimensions."""
     add_shared(writer, config)
-    heads, rotated = (
-        config["num_key_value_heads"],
-        config["hidden_size"] // config["num_attention_heads"] // 2,
-    )
-    attention = config["attn_layer_indices"]
+    heads, attention = config["num_key_value_heads"], config["attn_layer_indices"]
     writer.add_head_count_kv([heads if i in attention else 0 for i in range(config["num_hidden_layers"])])
-    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"] // 2)
     writer.add_rope_scaling_finetuned(True)
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    add_mamba(writer, config)
 
 
 def convert_bamba(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
