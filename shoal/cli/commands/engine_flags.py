@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.argument_parser import SAMPLING, Parser, given_options, integer
 from shoal.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
+from shoal.errors import CheckpointError
 from shoal.sampling_params import SamplingParams
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 MODEL_HELP = "folder, .gguf file, hub id or URL (default: smollm2)"
 ONE_MODEL_OPTIONS = ("revision", "tokenizer", "chat_template")  # they do not fit another model
@@ -65,10 +69,23 @@ def build_llm(arguments: argparse.Namespace, model: str | None = None, **default
     if model not in (None, given.get("model", DEFAULT_MODEL)):
         given = {name: given[name] for name in given if name not in ONE_MODEL_OPTIONS} | {"model": model}
         speculation = SpeculativeConfig.of(given.get("speculative_config"))
-        if speculation is not None and speculation.has_head:  # a head is for one model
+        if speculation is not None and speculation.has_head and not _has_head(speculation, given):
             given["speculative_config"] = defaults.get("speculative_config")
+            logger.warning("%s has no draft head of method %r; the default drafts", model, speculation.method)
     EngineConfig(**given)  # reports a wrong option before torch is imported, which takes seconds
 
     from shoal.engine.llm import LLM
 
     return LLM(**given)
+
+
+def _has_head(speculation: SpeculativeConfig, given: Mapping[str, Any]) -> bool:
+    """Says if the model of these options has a head of this method, which is for no other model."""
+    if speculation.method != "mtp":  # its files are another model's
+        return False
+    from shoal.weights.source import resolve
+
+    try:
+        return resolve(given["model"], None, given.get("download_dir")).find_own_head() is not None
+    except CheckpointError:
+        return False

@@ -279,6 +279,29 @@ def test_a_head_that_is_right_is_always_right(kind, k, options, tmp_path, build)
         assert sorted(set(lengths)) == [1 + i * (k + 1) for i in range(9)]
 
 
+def test_the_tokens_of_a_step_are_the_ones_that_the_model_computed(root, build, monkeypatch):
+    """Drafts are, and neither a head's slots nor places for drafts that there are not."""
+    core = build(write_mtp(root, "qwen3.5"), max_num_seqs=3, max_num_batched_tokens=24)
+    model, computed = core.ranks.runner.model, []
+    forward = type(model).forward
+
+    def counted(self, step, *args, **options):
+        computed.append(int((step.positions_T >= 0).sum()))
+        return forward(self, step, *args, **options)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    for i, length in enumerate((30, 3, 50, 7, 1)):
+        core.add(
+            Request(str(i), PROMPT[:1] * length, SamplingParams(seed=i, max_tokens=9 + i, ignore_eos=True))
+        )
+    drafted = []
+    while core.has_work:
+        drafted += [output.drafted for output in core.step() if output.drafted is not None]
+    stats = core.stats()
+    assert stats.step_tokens == sum(computed) and sum(stats.steps_by_tokens) == len(computed)
+    assert sum(one.num_verified for one in drafted) > 20
+
+
 def test_a_head_that_is_wrong_costs_no_token(tmp_path, build):
     core = build(mtp_chains.write_chain(tmp_path, RING, "wrong"))
     lengths = []
