@@ -50,6 +50,7 @@ class Device:
         self.table = torch.zeros(ROWS + 1, FIELDS, dtype=torch.int32)
         self.history = torch.zeros(ROWS + 1, 64, dtype=torch.int32)
         self.drafts = torch.zeros(ROWS + 1, drafts, dtype=torch.int32)
+        self.earlier = torch.zeros(ROWS + 1, dtype=torch.int32)
         self.table[:, Field.ROOM] = BLOCKS * BLOCK
         order = torch.randperm(ROWS * BLOCKS, generator=torch.Generator().manual_seed(3))
         self.blocks = order.view(ROWS, BLOCKS).int()
@@ -84,7 +85,7 @@ class Device:
     def _end(self, rows):
         """Drafts for the rows that were sampled from; returns how many there are."""
         rows_S = torch.tensor(rows, dtype=torch.int32)
-        return self.drafter.propose(rows_S, DraftRows(self.drafts, self.history)).tolist()
+        return self.drafter.propose(rows_S, DraftRows(self.drafts, self.history, self.earlier)).tolist()
 
     def prefill(self, parts):
         """Chunks (sequence, tokens) of prompts. A sequence whose prompt ends samples."""
