@@ -32,8 +32,9 @@ class DraftSender:
         if is_new:  # its fields are sent anyway
             self._most[row] = 1
             tokens = seq.token_ids
-            if self._answers is not None and not seq.request.embed:
-                earlier = self._answers.tokens_for(seq.root, tokens[: seq.num_prompt_tokens])
+            if self._answers is not None:
+                prompt = [] if seq.request.embed else tokens[: seq.num_prompt_tokens]
+                earlier = self._answers.tokens_for(seq.root, prompt)
                 tokens = earlier + tokens
                 self._histories += [row, EARLIER, 1, len(earlier)]
             first = max(0, len(tokens) - self._length)
