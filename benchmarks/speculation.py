@@ -87,11 +87,11 @@ WORDS = {
     "subject": "rivers clocks bread violins bridges whales glass maps tea salt kites bees paper ice trains",
 }
 QUESTIONS = (
-    "How are {} made or how do they come about?",
-    "Tell a short story about {} and a child.",
-    "Why do people like {}?",
-    "What was known about {} a hundred years ago?",
-    "Write a letter to a friend about {}.",
+    "How are {} made, and how {}?",
+    "Tell a short story about {} and {}.",
+    "Why do people like {} more than {}?",
+    "What was known about {} and {} a hundred years ago?",
+    "Write a letter to a friend about {} and {}.",
 )
 
 
@@ -114,7 +114,7 @@ def form(rng: random.Random) -> str:
 
 def question(rng: random.Random) -> str:
     """Returns a question that begins as all others do, and has another answer."""
-    asked = rng.choice(QUESTIONS).format(rng.choice(WORDS["subject"].split()))
+    asked = rng.choice(QUESTIONS).format(*rng.sample(WORDS["subject"].split(), 2))
     return f"An assistant answers questions at length, in plain words.\n\nQuestion: {asked}\nAnswer:"
 
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument("--texts", default=",,".join(TEXTS), help="names of texts, with ,, between them")
+    parser.add_argument("--texts", help="names of texts or tasks, with ,, between them; default: all")
     parser.add_argument("--tasks", action="store_true", help="requests for a task, one after the other")
     parser.add_argument("--requests", type=int, default=16, help="with --tasks: requests of a run")
     parser.add_argument("--machine", default="", help="a name of the machine, for --json")
@@ -175,14 +175,16 @@ def main() -> None:
         taken, num_tokens = [], 0
         for count in (arguments.count, 1):
             start = clock()
-            for prompts in batches:
-                params = [SamplingParams(seed=i, max_tokens=count, **options) for i in range(len(prompts))]
+            for at, prompts in enumerate(batches):
+                seeds = range(at, at + len(prompts))
+                params = [SamplingParams(seed=seed, max_tokens=count, **options) for seed in seeds]
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 num_tokens += sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
             taken.append(clock() - start)
         return num_tokens / (taken[0] - taken[1])
 
     rows = []
+    names = (arguments.texts or ",,".join(TASKS if arguments.tasks else TEXTS)).split(",,")
 
     def compare(name: str, batch: int, speed_in: Callable[[LLM, int], float]) -> None:
         """Prints and keeps a row. `speed_in` returns the speed of an engine in a run."""
@@ -200,22 +202,22 @@ def main() -> None:
         rows.append({"text": name, "batch": batch, "base": base, "ratios": ratios})
 
     print(f"| text | batch | {' | '.join(kinds)} |\n|---|---|{'---|' * len(kinds)}")
-    if arguments.tasks:
-        for name, (make, options) in TASKS.items():
+    for name in names:
+        if arguments.tasks:
+            make, options = TASKS[name]
 
             def speed_of_task(llm: LLM, run: int, make: Any = make, options: Any = options) -> float:
                 rng = random.Random(run)
                 return speed(llm, [[make(rng)] for _ in range(arguments.requests)], options)
 
             compare(name, 1, speed_of_task)
-    else:
-        for name in arguments.texts.split(",,"):
-            options = dict(OPTIONS.get(name, {}))
-            if name == "JSON by a schema":
-                options["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
-            for batch in map(int, arguments.batches.split(",")):
-                prompts = [TEXTS[name]] * batch
-                compare(name, batch, lambda llm, run, p=prompts, o=options: speed(llm, [p], o))
+            continue
+        options = dict(OPTIONS.get(name, {}))
+        if name == "JSON by a schema":
+            options["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
+        for batch in map(int, arguments.batches.split(",")):
+            prompts = [TEXTS[name]] * batch
+            compare(name, batch, lambda llm, run, p=prompts, o=options: speed(llm, [p], o))
     if arguments.json:
         described = {"model": arguments.model, "machine": arguments.machine, "rows": rows}
         described |= {
