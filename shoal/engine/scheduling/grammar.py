@@ -21,6 +21,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
@@ -28,7 +29,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.errors import RequestError
 from shoal.sampling_params import StructuredOutputsParams
-from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short, texts_of
+from shoal.text.grammar.structured import LIMITS, grammar_of, in_any_spelling, in_deep_thread, short, texts_of
 from shoal.text.tokenizer import Tokenizer, end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,27 @@ FAST_AGAIN = 8
 NICENESS = 10  # added to the thread that computes slow masks
 
 
+class _Markers(NamedTuple):
+    """Special tokens in a table. named: the texts of those in the grammar, by token; unnamed: bits, int32
+    [words], of all others."""
+
+    named: dict[int, bytes]
+    unnamed: np.ndarray
+
+
 class Grammar:
     """The state of one sequence in its grammar. `end_ids` are the tokens that end a text."""
 
     def __init__(
         self,
         matcher: LLMatcher,
+        table: LLTokenizer,
         end_ids: frozenset[int],
         compute_ahead: Callable[[LLMatcher], Future[AheadMask]],
-        unnamed: np.ndarray | None = None,
+        markers: _Markers | None = None,
     ) -> None:
-        """unnamed: bits, int32 [words], of special tokens in the matcher's table that the grammar does not
-        name. None: the table has none."""
-        self.matcher, self.end_ids, self.unnamed = matcher, end_ids, unnamed
+        """table: the matcher's. markers: the special tokens in it; None: it has none."""
+        self.matcher, self.end_ids, self._table, self._markers = matcher, end_ids, table, markers
         self.ended = False
         self.dead_end = False  # the request's other options left no token that the grammar allows
         self.error: str | None = None
@@ -102,7 +111,7 @@ class Grammar:
         found: list[int] = []
         num_forced = 0
         while len(found) < most:
-            run = forced = self.matcher.compute_ff_tokens()
+            run = forced = self._table.tokenize_bytes(self.matcher.compute_ff_bytes())
             if not forced and looked_up[: len(found)] == found:
                 run = looked_up[len(found) :]
             run = run[: most - len(found)]
@@ -118,6 +127,28 @@ class Grammar:
             self.note_slow(seconds)
             return [], 0
         return found, num_forced
+
+    def keep_markers(self, mask: np.ndarray, after: list[int]) -> None:
+        """Takes special tokens that the grammar does not name out of a mask, unless no other token is left: a
+        pattern may force the text of one. Where the text of one that it names must follow, no other token is
+        left: a model that would rather say something else would spell it in small ones. after: the drafts
+        before the mask's token."""
+        if self._markers is None:
+            return
+        kept = mask & ~self._markers.unnamed
+        if kept.any():
+            mask[:] = kept
+        for token_id, text in self._markers.named.items():
+            if mask[token_id // 32] >> token_id % 32 & 1 and self._forced(after).startswith(text):
+                mask[:] = _bits([token_id], len(mask))
+
+    def _forced(self, after: list[int]) -> bytes:
+        """Returns the only text with which the grammar can continue behind these tokens, as far as it is
+        known."""
+        count = self.matcher.try_consume_tokens(after)
+        forced = self.matcher.compute_ff_bytes()
+        self.matcher.rollback(count)
+        return forced
 
     def take_ahead(self) -> np.ndarray | None:
         """Returns the next token's mask, int32 [words], if it was computed in the background, otherwise
@@ -243,8 +274,7 @@ class Grammars:
             self._compute_now(now, masks)
         for row, mask, grammar in zip(rows, masks, grammars):
             matcher = grammar.matcher
-            if grammar.unnamed is not None:
-                _drop_unnamed(mask, grammar.unnamed)
+            grammar.keep_markers(mask, row.after)
             if row.allowed is not None:
                 mask &= _bits(row.allowed, words)
             if row.banned:
@@ -293,10 +323,11 @@ class Grammars:
     def _new(
         self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int], shows_special: bool
     ) -> Grammar:
-        unnamed = self._unnamed(params) if shows_special else None
+        markers = self._markers(params) if shows_special else None
         grammar_text = grammar_of(params, self._closes_objects, self._is_dense, token_of=self._token_of)
-        matcher, first_seconds = self._compiled(grammar_text, unnamed is not None)
-        grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead, unnamed)
+        matcher, first_seconds = self._compiled(grammar_text, markers is not None)
+        table = self._table(markers is not None)
+        grammar = Grammar(matcher.deep_copy(), table, frozenset(self._end_ids), self._compute_ahead, markers)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
         if not all(grammar.accept(token_id) for token_id in output_token_ids):
             assert grammar.error is not None
@@ -310,13 +341,13 @@ class Grammars:
         ids = self._loaded().encode(text, add_special_tokens=False)
         return ids[0] if len(ids) == 1 and ids[0] not in self._end_ids else None
 
-    def _unnamed(self, params: StructuredOutputsParams) -> np.ndarray | None:
-        """Returns the bits of the special tokens that the grammar does not name; None if it names none."""
+    def _markers(self, params: StructuredOutputsParams) -> _Markers | None:
+        """Returns the special tokens; None if the grammar names none."""
         tokenizer = self._loaded()
         special = {i for i in tokenizer.all_special_ids if i < self._vocab_size} - set(self._end_ids)
         texts = texts_of(params)
-        named = {i for i in special if (text := tokenizer.token_text(i)) and text in texts}
-        return _bits(special - named, self._num_words) if named else None
+        named = {i: text.encode() for i in special if (text := tokenizer.token_text(i)) and text in texts}
+        return _Markers(named, _bits(special - named.keys(), self._num_words)) if named else None
 
     def _loaded(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -338,7 +369,8 @@ class Grammars:
 
     def _compile(self, grammar: str, shows_special: bool) -> tuple[LLMatcher, float]:
         """A matcher at the grammar's beginning, and the seconds that its first mask took."""
-        matcher = LLMatcher(self._table(shows_special), grammar, log_level=0, limits=LIMITS)
+        table, grammar = self._table(shows_special), in_any_spelling(grammar)
+        matcher = LLMatcher(table, grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
         # The first mask is mostly the costliest. Computed here it delays no step, and shows a grammar that
@@ -366,8 +398,8 @@ def token_table(
 
 
 class _Tokens:
-    """A tokenizer for llguidance: fields that it reads, and a call that spells forced text as the
-    model would, without the tokens that match no text."""
+    """A tokenizer for llguidance: fields that it reads, and a call that spells a text as the model would,
+    without the tokens that match no text."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...], shows_special: bool
@@ -393,14 +425,6 @@ class _Tokens:
             piece = self._tokenizer.token_text(token_id) if token_id in self._hidden else ""
             found += self._spelled(piece[:1]) + self._spelled(piece[1:]) if len(piece) > 1 else [token_id]
         return found
-
-
-def _drop_unnamed(mask: np.ndarray, unnamed: np.ndarray) -> None:
-    """Takes the unnamed special tokens out of the mask, unless no other token is left: a pattern may force
-    the text of one."""
-    kept = mask & ~unnamed
-    if kept.any():
-        mask[:] = kept
 
 
 def _let_steps_go_first() -> None:

@@ -27,7 +27,8 @@ class GrammarState(Protocol):
 
     def draft(self, looked_up: list[int], most: int) -> tuple[list[int], int]:
         """Returns at most `most` drafts of the next tokens, and how many of the first are forced: the grammar
-        allows nothing else. After these come tokens of `looked_up`, as far as the grammar allows them."""
+        allows no other text, though other tokens of it. After these come tokens of `looked_up`, as far as the
+        grammar allows them."""
         ...
 
     def accept(self, token_id: int) -> bool:

@@ -146,6 +146,16 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
     return LLMatcher.grammar_from_lark(lark_of(bounded(kind, params.grammar or ""), schemas))
 
 
+def in_any_spelling(grammar: str) -> str:
+    """Returns a grammar of `grammar_of` whose texts may be written in any tokens. Where one text alone can
+    follow, llguidance would allow only the tokens that the tokenizer makes of it."""
+    if not grammar.lstrip().startswith("{"):
+        grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
+    first, *others = json.loads(grammar)["grammars"]
+    option = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @answer'}
+    return json.dumps({"grammars": [option, {**first, "name": "answer"}, *others]}, ensure_ascii=False)
+
+
 def texts_of(params: StructuredOutputsParams) -> str:
     """Returns the texts of a specification, without their backslashes before signs, for a search."""
     found: list[str] = []

@@ -156,7 +156,7 @@ def test_a_random_samplers_calls_are_read_and_fit_their_schema(form, grammars, t
 def test_several_calls_are_read(form, grammars, tokenizer):
     schemas = {name: SCHEMAS[name] for name in ("ping", "numbers")}
     lengths = set()
-    for number in range(12):
+    for number in range(60, 84):
         text = written(grammars, tokenizer, call_grammar(form.syntaxes, schemas, True), number)
         answer = read(form, text)
         assert answer.calls and not answer.content.strip(), text
@@ -191,7 +191,7 @@ def test_an_answer_beside_a_format_is_a_call_or_in_the_format(name, grammars, to
     plan.constrain(params, name, thoughts.name, {})
     answer_format = AnswerFormat(plan, name, thoughts.name, "", params)
     kinds = set()
-    for number in range(24):
+    for number in range(60, 84):
         text = written(grammars, tokenizer, params.structured_outputs, number)
         answer = whole(answer_format.parser(True).push(text, "stop"))
         assert len(answer.calls) == (not answer.content.strip()), text

@@ -9,8 +9,9 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
@@ -23,7 +24,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.part_state import GrammarRow
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.sampling.reference import keep_bits
-from shoal.text.tokenizer import load_tokenizer
+from shoal.text.tokenizer import Tokenizer, load_tokenizer
 from shoal.wire import Start
 from tests import tiny
 
@@ -238,7 +239,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (dict(regex="(a?){200}a{200}"), "too many expressions"),
+        (dict(regex="([a-c]{0,200}x?){200}a{200}"), "too many expressions"),
         (
             dict(
                 json={
@@ -506,6 +507,44 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_never_drawn_from(build):
     grammar = grammars.start(StructuredOutputsParams(regex="[ab]")).result()
     masks = grammars.masks([GrammarRow(0, grammar, [token("a")], None)])
     assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [token("b")]
+
+
+def allowed_in(masks):
+    """The tokens that each row allows."""
+    return [np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() for mask in masks]
+
+
+def test_a_text_that_must_follow_may_be_written_in_any_tokens(tmp_path):
+    """Regression: only the tokens that the tokenizer makes of it were allowed, so that a model which spelled it in
+    other ones was led away from its words, and bad_words with one of them left no token."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*characters, "no", "now"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("n", "o"), ("no", "w")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_folder(tmp_path)
+    grammars = Grammars(lambda: loaded, 300, (299,))
+    grammar = grammars.start(StructuredOutputsParams(regex="now!")).result()
+    whole, n = [vocab["now"], token("!")], token("n")
+    assert grammar.draft([], 4) == (whole, 2)
+    free, restricted = GrammarRow(0, grammar, [], None), GrammarRow(0, grammar, [vocab["now"]], None)
+    assert allowed_in(grammars.masks([free])) == [[n, vocab["no"], vocab["now"]]]
+    assert allowed_in(grammars.masks([restricted])) == [[n, vocab["no"]]]
+    assert grammar.accept(n)
+    assert allowed_in(grammars.masks([free])) == [[token("o")]] and grammar.draft([], 1) == ([token("o")], 1)
+
+
+def test_a_marker_that_must_follow_is_its_own_token_also_behind_drafts(build):
+    tokenizer = build().get_tokenizer()
+    grammars = Grammars(lambda: tokenizer, 300, (257,))
+    begin, a, b = 256, token("a"), token("b")
+    for regex, first, then in [("a<begin>b", [a], [begin]), ("a(<begin>|<x>)b", [a], [token("<"), begin])]:
+        grammar = grammars.start(StructuredOutputsParams(regex=regex), (), shows_special=True).result()
+        rows = [
+            GrammarRow(0, grammar, [], None),
+            *(GrammarRow(0, grammar, [], None, after) for after in ([a], [a, begin])),
+        ]
+        assert allowed_in(grammars.masks(rows)) == [first, then, [b]]
 
 
 def test_two_threads_may_ask_for_the_first_mask_ahead_at_once(build, monkeypatch):
