@@ -1,5 +1,5 @@
-"""`AnswerKeeper`: the part of an engine that keeps its answers, as drafts of later requests are looked up in
-them. drafting/earlier_answers.py keeps and chooses them."""
+"""`AnswerKeeper`: the part of an engine that collects its answers, in which drafts of later requests are
+looked up. drafting/earlier_answers.py stores them and chooses among them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AnswerKeeper(StepPart):
         self._ended: set[Sequence] = set()  # kept already, though a step in flight may have them
 
     def before_schedule(self) -> None:
-        """Keeps the answers that ended from outside, at a stop string or with the client, since the last
-        step."""
+        """Keeps the answers that were ended from outside since the last step: at a stop string, or as the
+        client left."""
         self._ended |= self._keep(self._scheduler.finished_outside)
 
     def completed(self, plan: StepPlan, seconds: float) -> None:
@@ -31,7 +31,7 @@ class AnswerKeeper(StepPart):
         self._ended.clear()
 
     def _keep(self, ended: Iterable[Sequence]) -> set[Sequence]:
-        """Returns the sequences, whose answers are kept now."""
+        """Keeps the answers of these sequences, and returns the sequences."""
         found = set(ended)
         for seq in found - self._ended:
             prompt, answer = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids

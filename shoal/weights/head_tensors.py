@@ -1,5 +1,5 @@
-"""`HeadTensors`: where the tensors of a draft head lie that comes with its model: `InFolder`, beside the text
-model's, or `InGGUF`, behind the last layer of the model's file. Only the tensors need torch."""
+"""`HeadTensors`: the tensors of a draft head in its model's own files: `InFolder`, next to the text model's,
+or `InGGUF`, after the model's last layer. Only the tensors need torch."""
 
 from __future__ import annotations
 

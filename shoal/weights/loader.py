@@ -150,6 +150,6 @@ def is_unread(name: str, config: ModelConfig) -> bool:
 
 
 def is_draft(name: str, config: ModelConfig) -> bool:
-    """Says if a tensor belongs to a layer behind the last one, which drafts tokens."""
+    """Returns whether a tensor belongs to a layer after the last one, which drafts tokens."""
     layer = LAYER.match(name)
     return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_draft_layers

@@ -1,6 +1,6 @@
-"""`EarlierAnswers`: the last answers of an engine, on the host, and which of them a new sequence's drafts are
-looked up in. engine/answer_keeper.py adds them; sender.py sends them to the device, before the sequence's own
-tokens."""
+"""`EarlierAnswers`: keeps the last answers of an engine on the host, and chooses those in which the drafts of
+a new sequence are looked up. engine/answer_keeper.py adds answers; sender.py sends the chosen ones to the
+device, before the sequence's own tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HASH = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    number: int  # its place among all answers that were added
+    number: int  # how many answers were added before it
     tokens: np.ndarray  # int32, LEAD tokens of the prompt included
 
 
@@ -47,7 +47,8 @@ class EarlierAnswers:
         return self._num_tokens
 
     def add(self, root: bytes, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keeps the answer to a prompt, unless it is very short; of a long one the beginning."""
+        """Keeps the answer to a prompt; only the beginning of a long one, and none with fewer than FEWEST
+        tokens."""
         if len(answer) < FEWEST:
             return
         lead = prompt[max(0, len(prompt) - LEAD) :]
@@ -64,9 +65,10 @@ class EarlierAnswers:
         self._num_tokens += len(tokens)
 
     def tokens_for(self, root: bytes, prompt: Sequence[int]) -> list[int]:
-        """Returns tokens of the answers to the prompts that are most like this one, at most MOST_EARLIER. The
-        likest prompt's answer comes last, and of equally like ones the newest, as look-ups that find many
-        places prefer the last ones. Answers to prompts not half as like as the likest one are left out."""
+        """Returns at most MOST_EARLIER tokens, of the answers to the prompts that are most similar to this
+        one. The answer to the most similar prompt comes last, and among equals the newest, as a look-up that
+        finds many places prefers the last ones. Answers to prompts less than half as similar are left
+        out."""
         if not self._answers:
             return []
         places = np.arange(self._answers[0].number, self._num_added) % self._most
@@ -94,8 +96,8 @@ class EarlierAnswers:
 
 
 def _sketch(prompt: Sequence[int]) -> np.ndarray:
-    """Returns what prompts are compared by, uint16 [2 * PICKED]: the number of marks that two have in common
-    tells how alike their beginnings and ends are."""
+    """Returns the marks of a prompt, uint16 [2 * PICKED]. The more marks two prompts have in common, the more
+    similar are their beginnings and ends."""
     sketch = np.full((2, PICKED), NO_MARK, np.uint16)
     ends = max(REGION, len(prompt) - REGION)
     for marks, part in zip(sketch, (prompt[:REGION], prompt[ends:])):

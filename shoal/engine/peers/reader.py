@@ -113,8 +113,8 @@ class KvReader:
 
     def _positions(self, ticket: Ticket) -> dict[bytes, int]:
         """Returns the position of each block of a ticket by its key. If the owner has another
-        tensor-parallel size, its snapshot may be in fewer parts than here: then positions go on behind the
-        ticket."""
+        tensor-parallel size, its snapshot may be in fewer parts than here: further positions are then after
+        the ticket's."""
         positions = {key: position for position, key in enumerate(ticket.keys)}
         blocks = self._scheduler.blocks
         if isinstance(blocks, StateBlocks) and ticket.keys and len(blocks.groups) in ticket.groups:

@@ -1,11 +1,11 @@
-"""The MTP head of DeepSeek V3, and of GLM-4.5, 4.6, 4.7 and 4.7-Flash: one more layer behind the target's
-last one, with the head's other tensors beside it."""
+"""The MTP head of DeepSeek V3, and of GLM-4.5, 4.6, 4.7 and 4.7-Flash: one more layer after the target's
+last one, which has the head's other tensors, too."""
 
 from __future__ import annotations
 
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
-from shoal.models.heads.mtp_family import MtpFamily, behind_last
+from shoal.models.heads.mtp_family import MtpFamily, one_more_layer
 
 
 def layers(config: ModelConfig, fields: ConfigFields) -> tuple[LayerKind, ...]:
@@ -13,5 +13,5 @@ def layers(config: ModelConfig, fields: ConfigFields) -> tuple[LayerKind, ...]:
 
 
 FAMILY = MtpFamily(
-    architectures=("deepseek_v3", "glm4_moe", "glm4_moe_lite"), names=behind_last, layers=layers
+    architectures=("deepseek_v3", "glm4_moe", "glm4_moe_lite"), names=one_more_layer, layers=layers
 )

@@ -14,8 +14,8 @@ from shoal.models.config_fields import ConfigFields
 HeadNames = Callable[[ModelConfig, int], Mapping[str, str]]
 
 
-def behind_last(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
-    """The names of a head that is one more layer behind the target's last one."""
+def one_more_layer(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
+    """Returns the names of a head that is one more layer after the target's last one."""
     own = f"layers.{config.num_layers}."
     return {
         f"{own}eh_proj.": "fc.",
@@ -38,6 +38,6 @@ class MtpFamily:
     # The head's layers, from the target's config and the fields of config.json; a GGUF file has no fields.
     layers: Callable[[ModelConfig, ConfigFields], tuple[LayerKind, ...]]
     shares_norm: bool = False  # its last norm is the target's
-    # The names in GGUF files, once weights/gguf.py has given them a checkpoint's. None: no GGUF file is known
-    # to have such a head.
-    gguf_names: HeadNames | None = behind_last
+    # The names of a GGUF file's tensors after weights/gguf.py has translated them. None: no known GGUF file
+    # has such a head.
+    gguf_names: HeadNames | None = one_more_layer

@@ -9,7 +9,7 @@ from shoal.errors import CheckpointError
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
 from shoal.models.config_layers import FULL, RENAMED
-from shoal.models.heads.mtp_family import MtpFamily, behind_last
+from shoal.models.heads.mtp_family import MtpFamily, one_more_layer
 from shoal.models.hybrids.nemotron_h import EXPERTS, LETTERS
 
 
@@ -61,7 +61,7 @@ def gguf_names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
     return {
         f"{own}post_attention_layernorm.": "layers.1.input_layernorm.",
         f"{own}mlp.": "layers.1.mlp.",
-        **behind_last(config, num_layers),
+        **one_more_layer(config, num_layers),
     }
 
 
