@@ -114,5 +114,5 @@ def write(root: Path, name: str, kind: str = "F32", num_heads: int = 1, **change
     architecture, metadata, convert = FILES[name]
     path = root / f"{name}-{kind}-{num_heads}.gguf"
     if not path.exists():
-        gguf_files.write(path, folder, architecture, metadata, convert, kind, num_heads)
+        gguf_files.write(path, folder, architecture, metadata, convert, kind, num_heads=num_heads)
     return folder, path
