@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from shoal.kernels.state import Field, StateLayout
 # Tokens of a sequence, its last ones, in which drafts are looked up. A look-up reads 4 bytes of each, where
 # attention reads kilobytes.
 MOST_HISTORY = 1 << 16
+MOST_PARTS = 64  # numbers of decodes and of their tokens whose parts of the step's tensors are kept
 HELD = {0: None, 1: False, 2: True}  # Report.FIRST
 OPS = {"cuda": "shoal.kernels.drafting.triton_ops", "cpu": "shoal.kernels.cpu.drafting"}
 
@@ -68,6 +70,24 @@ def _parameters_of(options: SpeculativeConfig, most: int) -> LookUp | SuffixLook
         options.suffix_decoding_max_spec_factor,
         options.suffix_decoding_min_token_prob,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a step's tensors that belong to its decodes."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    rows_T: torch.Tensor
+    sampled_T: torch.Tensor
+    query_starts_S: torch.Tensor
+    active_B: torch.Tensor
+    kv_lens_B: torch.Tensor
+    starts_B: torch.Tensor
+    verified_B: torch.Tensor
+    unverified_B: torch.Tensor
+    pending_B: torch.Tensor
+    report_BX: torch.Tensor
 
 
 class Drafting:
@@ -119,6 +139,7 @@ class Drafting:
             self._query_starts = {
                 n: torch.arange(0, size * n + 1, n, dtype=torch.int32) for n in range(1, self.queries + 1)
             }
+        self._known_parts: dict[tuple[int, int], _Parts] = {}
         self._step: StepInput  # the last decode step that was made
         self._captured: dict[Hashable, StepInput] = {}  # steps of graphs whose hidden states a head reads
 
@@ -145,19 +166,17 @@ class Drafting:
         self, rows_B: torch.Tensor, queries: int, max_kv_len: int, prefixes: SharedPrefixes | None
     ) -> StepInput:
         """Returns the inputs of a decode step with `queries` places for tokens of each row."""
-        size = len(rows_B)
-        token_ids_T, positions_T, rows_T = self._tokens[:, : size * queries]
-        kv_lens_B = self._kv_lens_B[:size]
-        self._begin(rows_B, token_ids_T, positions_T, rows_T, kv_lens_B)
+        own = self._parts(len(rows_B), queries)
+        self._begin(rows_B, own, own.token_ids_T, own.positions_T, own.rows_T, own.kv_lens_B)
         self._step = StepInput(
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-            rows_T=rows_T,
+            token_ids_T=own.token_ids_T,
+            positions_T=own.positions_T,
+            rows_T=own.rows_T,
             rows_S=rows_B,
-            query_starts_S=self._query_starts[queries][: size + 1],
-            kv_lens_S=kv_lens_B,
+            query_starts_S=own.query_starts_S,
+            kv_lens_S=own.kv_lens_B,
             block_tables=self._block_tables,
-            num_decodes=size,
+            num_decodes=len(own.kv_lens_B),
             max_kv_len=max_kv_len,
             queries=queries,
             prefixes=prefixes,
@@ -166,24 +185,52 @@ class Drafting:
 
     def places(self, num_decodes: int, queries: int) -> SamplePlaces:
         """Returns the places of the last decode step."""
-        token_ids_T, positions_T, rows_T = self._tokens[:, : num_decodes * queries]
-        return SamplePlaces(rows_T, positions_T, token_ids_T)
+        own = self._parts(num_decodes, queries)
+        return SamplePlaces(own.rows_T, own.positions_T, own.token_ids_T)
 
     def begin_mixed(self, num_decodes: int, queries: int, sections: dict[str, torch.Tensor]) -> None:
         """Fills in the tokens of the decodes in a mixed step's sections."""
-        own = slice(num_decodes * queries)
+        own, parts = slice(num_decodes * queries), self._parts(num_decodes, queries)
         tokens = (sections[name][own] for name in ("token_ids", "positions", "token_rows"))
-        self._begin(sections["rows"][:num_decodes], *tokens, sections["kv_lens"][:num_decodes])
+        self._begin(sections["rows"][:num_decodes], parts, *tokens, sections["kv_lens"][:num_decodes])
         sections["sample_rows"][own] = sections["token_rows"][own]
         sections["sample_positions"][own] = sections["positions"][own]
         if self._has_spans:
             self._pending_B[num_decodes:] = 0  # a captured step may have further places
 
-    def _begin(self, rows_B: torch.Tensor, *outs: torch.Tensor) -> None:
-        size = len(rows_B)
-        begun = self._starts_B[:size], self._verified_B[:size], self._unverified_B[:size]
-        pending_B = self._pending_B[:size]
-        self._ops.begin_verification(rows_B, self.table, self.rows, *outs, *begun, pending_B)
+    def _begin(self, rows_B: torch.Tensor, own: _Parts, *outs: torch.Tensor) -> None:
+        begun = own.starts_B, own.verified_B, own.unverified_B, own.pending_B
+        self._ops.begin_verification(rows_B, self.table, self.rows, *outs, *begun)
+
+    def _parts(self, num_decodes: int, queries: int) -> _Parts:
+        """The parts of this many decodes with this many tokens each. They are kept, as slicing takes longer
+        than the work on a CPU."""
+        found = self._known_parts.get((num_decodes, queries))
+        if found is None:
+            if len(self._known_parts) == MOST_PARTS:
+                self._known_parts.clear()
+            found = self._known_parts[num_decodes, queries] = self._make_parts(num_decodes, queries)
+        return found
+
+    def _make_parts(self, num_decodes: int, queries: int) -> _Parts:
+        token_ids_T, positions_T, rows_T = self._tokens[:, : num_decodes * queries]
+        of_decodes = (
+            self._active_B,
+            self._kv_lens_B,
+            self._starts_B,
+            self._verified_B,
+            self._unverified_B,
+            self._pending_B,
+            self._report_SX,
+        )
+        return _Parts(
+            token_ids_T,
+            positions_T,
+            rows_T,
+            self._sampled_S[: num_decodes * queries],
+            self._query_starts[queries][: num_decodes + 1],
+            *(tensor[:num_decodes] for tensor in of_decodes),
+        )
 
     def report(
         self,
@@ -220,22 +267,23 @@ class Drafting:
     ) -> None:
         """Accepts drafts by the step's samples, and looks up the next ones, or has the head make them unless
         it rests."""
-        rows, starts = self._active_B[:num_decodes], self._starts_B[:num_decodes]
-        own_samples = num_decodes * queries
+        own = self._parts(num_decodes, queries)
+        token_ids, samples, report_SX, table = own.token_ids_T, own.sampled_T, own.report_BX, self.table
+        rows, starts, own_samples = own.active_B, own.starts_B, num_decodes * queries
+        if "rows" in sections:  # a mixed step
+            token_ids, rows = sections["token_ids"], sections["rows"][:num_decodes]
         if num_samples > own_samples:  # after the decodes come prefills
-            own = slice(own_samples, num_samples)
-            rows = torch.cat((sections["rows"][:num_decodes], sections["sample_rows"][own]))
-            starts = torch.cat((starts, sections["sample_positions"][own]))
-        elif "rows" in sections:
-            rows = sections["rows"][:num_decodes]
-        report_SX, table = self._report_SX[: len(rows)], self.table
+            others = slice(own_samples, num_samples)
+            rows = torch.cat((rows, sections["sample_rows"][others]))
+            starts = torch.cat((starts, sections["sample_positions"][others]))
+            samples, report_SX = self._sampled_S[:num_samples], self._report_SX[: len(rows)]
         self._ops.accept(
-            self._sampled_S[:num_samples],
-            sections.get("token_ids", self._tokens[0]),
+            samples,
+            token_ids,
             rows,
             starts,
-            self._verified_B[:num_decodes],
-            self._unverified_B[:num_decodes],
+            own.verified_B,
+            own.unverified_B,
             num_decodes,
             queries,
             table,
@@ -280,15 +328,14 @@ class Drafting:
         """Launches the kernels of an eager step, for padding."""
         entry = torch.tensor([self.rows.history_RL.shape[0] - 1, 0, 1, 0], dtype=torch.int32)
         self._ops.write_histories(entry.to(self.table.device), self.rows)
-        rows_B, kv_lens_B = torch.full_like(self._kv_lens_B[:1], -1), self._kv_lens_B[:1]
+        rows_B = torch.full_like(self._kv_lens_B[:1], -1)
         for queries in self._sizes:
-            self._begin(rows_B, *self._tokens[:, :queries], kv_lens_B)
-            report_SX, sampled_N = self._report_SX[:1], self._sampled_S[:queries]
-            begun = self._starts_B[:1], self._verified_B[:1], self._unverified_B[:1]
-            ins = sampled_N, self._tokens[0], rows_B, *begun
-            self._ops.accept(*ins, 1, queries, self.table, self.rows, report_SX)
+            own = self._parts(1, queries)
+            self._begin(rows_B, own, own.token_ids_T, own.positions_T, own.rows_T, own.kv_lens_B)
+            ins = own.sampled_T, own.token_ids_T, rows_B, own.starts_B, own.verified_B, own.unverified_B
+            self._ops.accept(*ins, 1, queries, self.table, self.rows, own.report_BX)
         if self._drafter is None:
-            self._ops.look_up(rows_B, self.table, self.rows, self._parameters, report_SX)
+            self._ops.look_up(rows_B, self.table, self.rows, self._parameters, own.report_BX)
 
     def rehearse_head(self, step: StepInput) -> None:
         """Runs a head, if there is one, after a rehearsal's step: it takes memory and time as the model
