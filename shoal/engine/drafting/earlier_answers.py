@@ -79,15 +79,15 @@ class EarlierAnswers:
         marks = np.zeros(1 << 16, bool)
         marks[_sketch(prompt)] = True
         marks[NO_MARK] = False
-        likeness = marks[self._sketches[places[own]]].sum(1)
-        most_alike = int(likeness.max())
-        if not most_alike:
+        similarities = marks[self._sketches[places[own]]].sum(1)
+        most_similar = int(similarities.max())
+        if not most_similar:
             return []
-        order = np.lexsort((-own, -likeness))
+        order = np.lexsort((-own, -similarities))
         parts: list[np.ndarray] = []
         room = MOST_EARLIER
         for i in order.tolist():
-            if not room or 2 * int(likeness[i]) < most_alike:
+            if not room or 2 * int(similarities[i]) < most_similar:
                 break
             parts.append(self._answers[int(own[i])].tokens[:room])
             room -= len(parts[-1])

@@ -22,7 +22,7 @@ def words(rng, count):
     return [rng.randrange(50_000) for _ in range(count)]
 
 
-def test_answers_to_like_prompts_are_chosen_and_the_likest_comes_last():
+def test_answers_to_similar_prompts_are_chosen_and_the_most_similar_comes_last():
     rng = random.Random(1)
     answers = EarlierAnswers(20)
     task, other_task = words(rng, 60), words(rng, 60)
@@ -40,7 +40,7 @@ def test_answers_to_like_prompts_are_chosen_and_the_likest_comes_last():
     assert answers.tokens_for(ROOT, words(rng, 90)) == []
 
 
-def test_of_equally_like_answers_the_newest_comes_last():
+def test_of_equally_similar_prompts_the_newest_answer_comes_last():
     rng = random.Random(2)
     answers, prompt = EarlierAnswers(3), words(rng, 30)
     texts = [words(rng, 9) for _ in range(5)]
