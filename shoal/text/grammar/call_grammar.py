@@ -23,8 +23,12 @@ from shoal.text.grammar.argument_schema import (
 from shoal.text.grammar.closed_schema import ANNOTATIONS, IDENTITY
 from shoal.text.grammar.lark import lark_text, literal
 from shoal.text.grammar.pair_grammar import PairWriter
-from shoal.text.grammar.text_regexes import texts_of
+from shoal.text.grammar.text_regexes import ANY_TEXT, texts_of
 from shoal.text.reading.call_syntax import CallSyntax, PairedArguments, TaggedArgument
+
+# Within a text of Python in single quotes: characters, and escapes that JSON has, too
+PLAIN = r"[^'\\\x00-\x08\x0b\x0c\x0e-\x1f]"
+ESCAPE = r"\\([\\'\x22bfnrt]|u[0-9A-Fa-f]{4})"
 
 
 def call_grammar(
@@ -45,6 +49,7 @@ class CallWriter:
         self._rules: list[str] = []
         self._names: dict[tuple[str, str], str] = {}  # rules by their bodies and options
         self._arguments_of: dict[tuple[CallSyntax, str], str] = {}  # rules by syntax and tool
+        self.values: dict[tuple[PairedArguments, str, str], str] = {}  # rules of pair_grammar.py's values
 
     def text(self, start: str) -> str:
         """Returns the grammar, whose first rule has the body `start`."""
@@ -152,6 +157,13 @@ class CallWriter:
 
     def json(self, schema: Any) -> str:
         return self.named("%json " + json.dumps(undescribed(schema), ensure_ascii=False))
+
+    def single_quoted(self, schema: dict[str, Any]) -> str:
+        """Adds a terminal for a text of Python in single quotes. If the schema limits it, it has no escapes.
+        Raises RequestError for limits that no regex has."""
+        if (texts := texts_of(schema)) == [ANY_TEXT]:
+            return self.named(f"/'({PLAIN}|{ESCAPE})*'/", "R")
+        return self.named(" & ".join([f"/'({PLAIN})*'/", *(f"/'{text}'/" for text in texts)]), "R")
 
     def until(self, syntax: TaggedArgument, schema: dict[str, Any]) -> str:
         """Adds a terminal for a text and its closing tag, which is nowhere else in it."""

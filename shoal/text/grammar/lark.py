@@ -10,10 +10,11 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from shoal.errors import RequestError
 from shoal.text.grammar.json_schema import SchemaWriter, check_nesting
 
-MAX_RULES = 1000  # in a grammar
+# In a grammar, and as many terminals and schemas. To compile nested ones takes quadratic time.
+MAX_RULES = 1000
 SIGNS = frozenset(r".^$*+?()[]{}|\/")  # that have a meaning in a regex
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+LARK_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
 # Strings, comments and regexes of Lark: directives and rules within them have no meaning.
 LITERAL = re.compile(r""""(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/""")
@@ -61,23 +62,26 @@ def lark_of(grammar: str, schemas: SchemaWriter) -> str:
     grammar, num_rules = _with_schemas(grammar, schemas)
     if num_rules > MAX_RULES:
         raise RequestError(
-            f"structured_outputs.grammar has {num_rules} rules, more than {MAX_RULES}; make it smaller",
+            f"structured_outputs.grammar has {num_rules} rules, terminals or schemas, more than {MAX_RULES}; "
+            "make it smaller",
             field="structured_outputs.grammar",
         )
     return grammar
 
 
 def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
-    """Returns the grammar with each schema after %json rewritten by Shoal, and the number of its rules and
-    schemas. Refuses directives except %json, %ignore and %llguidance."""
+    """Returns the grammar with each schema after %json rewritten by Shoal, and the largest of its numbers of
+    rules, terminals and schemas. Refuses directives except %json, %ignore and %llguidance."""
     parts: list[str] = []
     bare = LITERAL.sub(lambda found: " " * len(found[0]), grammar)
-    at = num_rules = 0
+    at = num_rules = num_terminals = num_schemas = 0
     while True:
         start = bare.find("%json", at)
         end = len(bare) if start < 0 else start
         rest = bare[at:end]
-        num_rules += len(LARK_RULE.findall(rest)) + 1
+        names = [found[1].lstrip("_") for found in LARK_RULE.finditer(rest)]
+        num_upper = sum(name[:1].isupper() for name in names)
+        num_rules, num_terminals = num_rules + len(names) - num_upper, num_terminals + num_upper
         for found in DIRECTIVE.finditer(rest):
             if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
                 raise RequestError(
@@ -87,7 +91,8 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
                 )
         parts.append(grammar[at:end])
         if start < 0:
-            return "".join(parts), num_rules - 1
+            return "".join(parts), max(num_rules, num_terminals, num_schemas)
+        num_schemas += 1
         at = start + len("%json")
         at += len(grammar[at:]) - len(grammar[at:].lstrip())
         try:

@@ -3,9 +3,10 @@ rules of the grammar of calls (call_grammar.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shoal.errors import RequestError
@@ -14,6 +15,7 @@ from shoal.text.grammar.lark import lark_text
 from shoal.text.reading.call_syntax import PairedArguments, TaggedArgument
 
 PLAIN_KEY = re.compile(r"\w+")
+RULE_NAME = re.compile(r"[a-z]\d+")
 ANY = {"type": ["string", "number", "boolean", "null", "array", "object"]}
 BEYOND = ("not", "if", "allOf", "anyOf", "oneOf", "$dynamicRef")  # keywords for which there are no rules here
 BEYOND_LISTS = (*BEYOND, "prefixItems", "contains", "unevaluatedItems")
@@ -24,7 +26,10 @@ BEYOND_OBJECTS = (
 
 
 class Rules(Protocol):
-    """The rules that a grammar has so far."""
+    """The rules that a grammar has so far. values: rules of values by syntax, schema and, if it has
+    references, the tool's whole schema; "" while the rule is written."""
+
+    values: dict[tuple[PairedArguments, str, str], str]
 
     def named(self, body: str, prefix: str = "r") -> str:
         """Adds a rule with this body, unless there is one, and returns its name."""
@@ -42,6 +47,11 @@ class Rules(Protocol):
         """Adds a terminal for a text that fits the schema, and for the mark after it."""
         ...
 
+    def single_quoted(self, schema: dict[str, Any]) -> str:
+        """Adds a terminal for a text of Python in single quotes that fits the schema. Raises RequestError for
+        limits that no regex has."""
+        ...
+
 
 class PairWriter:
     """schema: the arguments' of one tool."""
@@ -49,87 +59,128 @@ class PairWriter:
     def __init__(self, rules: Rules, syntax: PairedArguments, schema: dict[str, Any]) -> None:
         self._rules, self._syntax, self._root = rules, syntax, schema
         self._text = TaggedArgument("", "", syntax.quote)
-        self._values: dict[str, str] = {}  # rules of values by their schemas, which may refer to themselves
+        self._separator = lark_text(syntax.separator)
+        # within objects and lists, where Python's and JSON's literals may be dense
+        self._equals, self._comma = ("/: ?/", "/, ?/") if not syntax.quote else ("", self._separator)
 
     def arguments(self) -> str:
-        return self._pairs(resolved(self._root, self._root))
+        return self._pairs(resolved(self._root, self._root), self._key, self._separator)
 
-    def _pairs(self, schema: dict[str, Any]) -> str:
-        """Returns the pairs that the schema names, in its order."""
+    def _pairs(self, schema: dict[str, Any], begin: Callable[[str], str], separator: str) -> str:
+        """Returns the pairs that the schema names, in its order. begin: returns the body of a key and the
+        text between it and its value."""
         properties, required = schema.get("properties"), schema.get("required")
         properties = dict(properties) if isinstance(properties, dict) else {}
         required = required if isinstance(required, list) else []
         properties.update((key, {}) for key in required if isinstance(key, str) and key not in properties)
-        separator = lark_text(self._syntax.separator)
-        first, others = '""', ""  # what follows if no pair precedes, and if one does
-        for key, value in reversed(properties.items()):
-            pair = f"{lark_text(self._key(key) + self._syntax.equals)} {self._value(value)}"
-            begun = f"{pair} {others}".strip()
-            if key in required:
-                first, others = begun, f"{separator} {begun}"
-            else:
-                first, others = f"({begun} | {first})", f"({separator} {pair})? {others}".strip()
-            first, others = self._rules.named(first), others and self._rules.named(others)
-        return first
+        # The first pair is the first required one, or an optional one before it.
+        last = next((i for i, key in enumerate(properties) if key in required), len(properties))
+        firsts, others = [] if last < len(properties) else ['""'], ""
+        for i, (key, value) in reversed([*enumerate(properties.items())]):
+            pair = f"{begin(key)} {self._value(value)}"
+            if i <= last:
+                firsts.append(f"{pair} {others}".strip())
+            more = f"{separator} {pair}" if key in required else f"({separator} {pair})?"
+            others = f"{more} {others}".strip()
+            if 2 <= i <= last + 1:  # a rule, as it is written twice
+                others = self._rules.named(others)
+        return f"({' | '.join(reversed(firsts))})"
 
     def _key(self, key: str) -> str:
         quote = self._syntax.quote
-        return key if not quote or PLAIN_KEY.fullmatch(key) else f"{quote}{key}{quote}"
+        text = key if not quote or PLAIN_KEY.fullmatch(key) else f"{quote}{key}{quote}"
+        return lark_text(text + self._syntax.equals)
+
+    def _key_of_python(self, key: str) -> str:
+        return f"({_either_quotes(key)}) {self._equals}"
 
     def _value(self, schema: Any) -> str:
-        """Returns the rule of a value."""
-        text = json.dumps(schema, sort_keys=True)
-        if text not in self._values:
-            self._values[text] = name = self._rules.reserve()
-            self._rules.define(name, " | ".join(self._alternatives(schema)) or '""')
-        return self._values[text]
+        """Returns the rule of a value. Tools share rules."""
+        text, rules = json.dumps(schema, sort_keys=True), self._rules
+        place = self._syntax, text, json.dumps(self._root) if '"$ref"' in text else ""
+        if place not in rules.values:
+            rules.values[place] = ""
+            body = " | ".join(self._alternatives(schema)) or '""'
+            if name := rules.values[place]:
+                rules.define(name, body)
+            else:
+                rules.values[place] = body if RULE_NAME.fullmatch(body) else rules.named(body)
+        elif not rules.values[place]:  # a value that may have itself as a part
+            rules.values[place] = rules.reserve()
+        return rules.values[place]
 
     def _alternatives(self, schema: Any) -> list[str]:
         found, quote = [], self._syntax.quote
         for kind, value in kinds(schema, self._root):
-            if kind == "string":
+            if kind == "json":
+                found += self._json(value)
+            elif quote:
+                text = f"{value}{quote}" if kind == "value" else ""
                 found.append(
-                    f"{lark_text(quote)} {self._rules.until(self._text, value)}"
-                    if quote
-                    else self._rules.json(as_document({**value, "type": "string"}, self._root))
+                    lark_text(quote + text) + ("" if text else f" {self._rules.until(self._text, value)}")
                 )
             elif kind == "value":
-                found.append(lark_text(f"{quote}{value}{quote}" if quote else json.dumps(value)))
+                found.append(_either_quotes(value))
             else:
-                found += self._json(value)
+                found.append(self._rules.json(as_document({**value, "type": "string"}, self._root)))
+                with contextlib.suppress(RequestError):  # with such limits it is in double quotes
+                    found.append(self._rules.single_quoted(value))
         return found
 
     def _json(self, schema: dict[str, Any]) -> list[str]:
         """Returns the alternatives of a value that has no text."""
-        true, false, null = (lark_text(word) for word in self._syntax.words)
-        words = {True: true, False: false, None: null}
         values, kind = schema.get("enum"), schema.get("type")
         if isinstance(values, list):
-            found = [words[value] for value in values if value is None or isinstance(value, bool)]
+            words = [self._word(value) for value in values if value is None or isinstance(value, bool)]
             others = [value for value in values if not (value is None or isinstance(value, bool))]
-            return [*found, self._rules.json({"enum": others})] if others else found
+            return [*words, self._rules.json({"enum": others})] if others else words
         if kind == "boolean":
-            return [true, false]
+            return [self._word(True), self._word(False)]
         if kind == "null":
-            return [null]
-        if self._syntax.quote and kind == "array":
-            _refuse(schema, BEYOND_LISTS)
+            return [self._word(None)]
+        if kind == "array" and self._has_rules(schema, BEYOND_LISTS):
             return [self._list(schema)]
-        if self._syntax.quote and (kind == "object" or "properties" in schema):
-            _refuse(schema, BEYOND_OBJECTS)
-            is_named = schema.get("properties") or schema.get("required")
-            return [f'"{{" {self._pairs(schema) if is_named else self._any_pairs(schema)} "}}"']
+        if (kind == "object" or "properties" in schema) and self._has_rules(schema, BEYOND_OBJECTS):
+            return [self._object(schema)]
         return [self._rules.json(as_document(schema, self._root))]
+
+    def _word(self, value: bool | None) -> str:
+        """Returns the alternatives of a word. JSON's are in use within Python's literals, too."""
+        true, false, null = self._syntax.words
+        own = null if value is None else true if value else false
+        return " | ".join(map(lark_text, dict.fromkeys((own, json.dumps(value)))))
+
+    def _has_rules(self, schema: dict[str, Any], beyond: Sequence[str]) -> bool:
+        """Returns whether there are rules for the list or object. It has to be JSON if not, and where it
+        can't be JSON, this raises RequestError."""
+        key = next((key for key in beyond if schema.get(key) not in (None, False, {}, [])), None)
+        if not self._syntax.quote:
+            has_others = schema.get("properties") and schema.get("additionalProperties") not in (None, False)
+            return key is None and not has_others
+        if key is not None:
+            raise RequestError(
+                f"tools must have objects and lists without {key!r} where calls are not JSON, got "
+                f"{schema!r:.100}; leave it out, or send strict: false and tool_choice auto",
+                field="tools",
+            )
+        return True
+
+    def _object(self, schema: dict[str, Any]) -> str:
+        begin = self._key if self._syntax.quote else self._key_of_python
+        if schema.get("properties") or schema.get("required"):
+            return f'"{{" {self._pairs(schema, begin, self._comma)} "}}"'
+        return f'"{{" {self._any_pairs(schema)} "}}"'
 
     def _any_pairs(self, schema: dict[str, Any]) -> str:
         """Returns the pairs of an object whose keys the schema leaves open."""
         value = schema.get("additionalProperties", True)
         if value is False:
             return '""'
-        pair = (
-            f"/\\w{{1,40}}/ {lark_text(self._syntax.equals)} {self._value(ANY if value is True else value)}"
-        )
-        return f"({pair} ({lark_text(self._syntax.separator)} {pair})*)?"
+        key = f"/\\w{{1,40}}/ {lark_text(self._syntax.equals)}"
+        if not self._syntax.quote:
+            key = f"{self._value({'type': 'string'})} {self._equals}"
+        pair = f"{key} {self._value(ANY if value is True else value)}"
+        return f"({pair} ({self._comma} {pair})*)?"
 
     def _list(self, schema: dict[str, Any]) -> str:
         least, most = schema.get("minItems"), schema.get("maxItems")
@@ -138,16 +189,12 @@ class PairWriter:
             return '"[" "]"'
         item = self._value(schema.get("items", ANY))
         times = f"{{{max(0, least - 1)},{most - 1 if isinstance(most, int) else ''}}}"
-        items = f"{item} ({lark_text(self._syntax.separator)} {item}){times}"
+        items = f"{item} ({self._comma} {item}){times}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
 
-def _refuse(schema: dict[str, Any], keywords: Sequence[str]) -> None:
-    """Raises RequestError for a schema with one of these keywords."""
-    for key in keywords:
-        if schema.get(key) not in (None, False, {}, []):
-            raise RequestError(
-                f"tools must have objects and lists without {key!r} where calls are not JSON, got "
-                f"{schema!r:.100}; leave it out, or send strict: false and tool_choice auto",
-                field="tools",
-            )
+def _either_quotes(text: str) -> str:
+    """Returns the alternatives of a text of Python."""
+    double = json.dumps(text, ensure_ascii=False)
+    single = double[1:-1].replace('\\"', '"').replace("'", "\\'")
+    return " | ".join(map(lark_text, (double, f"'{single}'")))

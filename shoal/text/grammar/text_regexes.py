@@ -9,6 +9,7 @@ from typing import Any
 from shoal.errors import RequestError
 from shoal.text.grammar.javascript_regex import in_whole_text, without_look_around
 
+ANY_TEXT = "(?s:.*)"
 MAX_PARTS = 200  # limit of the schemas that allOf combines for one text
 
 _HOUR, _MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
@@ -76,7 +77,7 @@ def texts_of(schema: dict[str, Any]) -> list[str]:
         if isinstance(part, dict):
             found += dict.fromkeys(_texts(part))
             todo += part["allOf"] if isinstance(part.get("allOf"), list) else []
-    return found or ["(?s:.*)"]
+    return found or [ANY_TEXT]
 
 
 def _texts(schema: dict[str, Any]) -> Iterator[str]:

@@ -30,8 +30,8 @@ class PairedArguments:
     """Arguments as pairs of a key, `equals` and a value, with `separator` between pairs.
 
     quote: mark around texts, which are raw; objects and lists within arguments are then written as arguments
-    are, in braces and brackets. "": texts, objects and lists are JSON. words: the words for true, false and
-    null.
+    are, in braces and brackets. "": values are Python's literals, or JSON's texts, objects and lists. words:
+    the words for true, false and null.
     """
 
     equals: str
