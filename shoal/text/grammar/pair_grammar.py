@@ -58,6 +58,7 @@ class PairWriter:
 
     def __init__(self, rules: Rules, syntax: PairedArguments, schema: dict[str, Any]) -> None:
         self._rules, self._syntax, self._root = rules, syntax, schema
+        self._root_text = json.dumps(schema, sort_keys=True)
         self._text = TaggedArgument("", "", syntax.quote)
         self._separator = lark_text(syntax.separator)
         # within objects and lists, where Python's and JSON's literals may be dense
@@ -97,7 +98,7 @@ class PairWriter:
     def _value(self, schema: Any) -> str:
         """Returns the rule of a value. Tools share rules."""
         text, rules = json.dumps(schema, sort_keys=True), self._rules
-        place = self._syntax, text, json.dumps(self._root) if '"$ref"' in text else ""
+        place = self._syntax, text, self._root_text if '"$ref"' in text else ""
         if place not in rules.values:
             rules.values[place] = ""
             body = " | ".join(self._alternatives(schema)) or '""'
