@@ -8,6 +8,7 @@ pipelined requests wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import select
 import sys
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
-from shoal.server.http.exchange import ON_LEAVE
+from shoal.server.http.exchange import LINGER_SECONDS, ON_LEAVE
 from shoal.server.http.pacing import RequestPacing
 from shoal.server.http.request_log import RefusalLog
 
@@ -29,6 +30,7 @@ MAX_HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 24  # the most framing of one chunk: its size in hex digits and two line ends
 SLICE_BYTES = 16 << 10  # parsed at once: it may hold hundreds of small requests, which then wait as objects
 NO_HTTP = "the request is not valid HTTP"
+LINGER_BYTES = 1 << 20  # from a client that goes on sending after it was refused
 HANGUP_POLL_S = 0.5  # between polls of a client whose requests wait
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {
@@ -154,6 +156,8 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._hangup_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None  # set when a refusal is sent
+        self._linger_bytes = LINGER_BYTES  # may still arrive then
 
     # Opening and closing
 
@@ -168,7 +172,8 @@ class Connection(HttpToolsProtocol):
                     f"the server has {self._all.most} connections, the most it takes "
                     "(--max-connections), and all of them are busy; try again later",
                     headers={"retry-after": "1"},
-                )
+                ),
+                lingers=False,
             )
             return
         self._all.idle[self] = None
@@ -180,13 +185,19 @@ class Connection(HttpToolsProtocol):
         self._stop_timers()
         self.pipeline.clear()
         self._kept = b""
-        running = self._running
-        if running is not None and not running.response_complete:  # uvicorn notifies only the newest cycle
-            running.disconnected = True
-            running.message_event.set()
-            if (on_leave := running.scope.get(ON_LEAVE)) is not None:
-                on_leave()
+        self._abandon_running()
         super().connection_lost(exc)
+
+    def _abandon_running(self) -> None:
+        """Tells the application that its client has left. uvicorn notifies only the newest cycle."""
+        running = self._running
+        if running is None or running.response_complete or running.disconnected:
+            return
+        running.disconnected = True
+        running.waiting_for_100_continue = False  # nobody takes another word
+        running.message_event.set()
+        if (on_leave := running.scope.get(ON_LEAVE)) is not None:
+            on_leave()
 
     # Input
 
@@ -197,6 +208,11 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses the data, now or when it is this connection's turn."""
+        if self._linger_timer is not None:
+            self._linger_bytes -= len(data)
+            if self._linger_bytes < 0:
+                self._close()
+            return
         is_paused = bool(self._kept)
         self._kept += data
         if self._awaits_turn:
@@ -209,7 +225,7 @@ class Connection(HttpToolsProtocol):
 
     def _take_turn(self) -> None:
         self._awaits_turn = False
-        if not self.transport.is_closing():
+        if not self._is_closing:
             self._parse_kept(is_paused=True)
 
     def _parse_kept(self, is_paused: bool) -> None:
@@ -222,10 +238,10 @@ class Connection(HttpToolsProtocol):
         self._kept = b""
         if is_paused:
             self.flow.resume_reading()
-        while rest and not self.pipeline and not self.transport.is_closing():
+        while rest and not self.pipeline and not self._is_closing:
             piece, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
             self._take_in(piece)
-        if rest and not self.transport.is_closing():
+        if rest and not self._is_closing:
             self._kept = bytes(rest)
             self.flow.pause_reading()
 
@@ -241,7 +257,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(error.__context__.error)
             except httptools.HttpParserError:
                 self._refuse(ApiError(400, NO_HTTP))
-            if self.transport.is_closing():
+            if self._is_closing:
                 return
         if self._began_message:
             self._unknown_bytes = 0
@@ -454,12 +470,12 @@ class Connection(HttpToolsProtocol):
         seconds = self._limits.read_timeout
         self._refuse(ApiError(408, f"the request's head did not arrive within {seconds:g} s"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, lingers: bool = True) -> None:
         """Answers input that never became a request, and closes. While an earlier request waits for its
         answer, it only closes the connection."""
-        self._stop_timers()
-        if self.transport.is_closing():
+        if self._is_closing:
             return
+        self._stop_timers()
         self._all.refusals.log(self.client[0] if self.client else "-", error)
         running = self._running
         is_running = running is self.cycle and not self._in_head
@@ -473,9 +489,28 @@ class Connection(HttpToolsProtocol):
                 b"%bconnection: close\r\n\r\n%b"
                 % (error.status, REASONS[error.status], len(body), more, body)
             )
+            if lingers:
+                self._linger()
+                return
         self._close()
 
+    def _linger(self) -> None:
+        """Closes when the client has closed, or after LINGER_SECONDS or LINGER_BYTES more, which are dropped.
+        A socket that is closed with unread data is reset, and then the client may never see the answer."""
+        self._abandon_running()
+        self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._close)
+        self._kept = b""
+        self.pipeline.clear()
+        if self.transport.can_write_eof():
+            with contextlib.suppress(OSError):  # the client has reset the connection just now
+                self.transport.write_eof()
+        self.flow.resume_reading()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._linger_timer is not None or self.transport.is_closing()
+
     def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._write_timer, self._hangup_timer):
+        for timer in (self._head_timer, self._write_timer, self._hangup_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()

@@ -1,9 +1,12 @@
 """Connections that do what no ordinary client does: nobody else may notice, and memory stays bounded."""
 
 import contextlib
+import errno
+import logging
 import random
 import re
 import resource
+import select
 import socket
 import ssl
 import stat
@@ -140,6 +143,27 @@ def test_a_head_beyond_the_limit_is_refused_however_it_comes(line, times, server
     connection = server.raw(head[:1000])
     connection.sendall(head[1000:])
     assert b" 431 " in read_until(connection)
+
+
+@pytest.mark.parametrize("start", [b"GET /version HTTP/1.1\r\nX: ", b"no HTTP\r\n\r\n"], ids=["431", "400"])
+def test_a_client_that_goes_on_sending_reads_why_it_was_refused(start, server):
+    """Regression: the connection was closed at once, data that came then reset it, and the answer was lost."""
+    connection = server.raw(start + b"b" * (70 << 10) + b"\r\n\r\n")
+    assert select.select([connection], [], [], 30)[0], "no answer"
+    for _ in range(3):
+        connection.sendall(b"b" * (100 << 10))
+        time.sleep(0.05)
+    assert read_until(connection).startswith(b"HTTP/1.1 4")
+
+
+def test_a_client_that_resets_while_it_is_refused_ends_without_an_error(server, monkeypatch, caplog):
+    def reset(transport):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(_SelectorSocketTransport, "write_eof", reset)
+    assert read_until(server.raw(b"no HTTP\r\n\r\n"), b"400")
+    assert server.json("/version")[0] == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_head_below_the_limit_is_taken(server):
