@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.outputs import CompletionOutput
@@ -27,6 +27,7 @@ from shoal.server.apis.response_shapes import (
     Chunks,
     LogprobShapes,
     encode,
+    is_ended_by_token,
     prompt_logprobs_list,
     usage_dict,
 )
@@ -305,6 +306,14 @@ class ChatAnswer:
     def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
         """Returns the chunks of a delta: first the role if the choice begins, then one chunk, or one per
         part where tools or reasoning split the text."""
+        if delta.logprobs is not None and len(delta.token_ids) > 1 and is_ended_by_token(delta):
+            # The token is no part of the text: guidance takes all tokens of a chunk with text for its text.
+            ids, steps = delta.token_ids, delta.logprobs
+            rest = replace(
+                delta, token_ids=ids[:-1], logprobs=steps[:-1], finish_reason=None, stop_reason=None
+            )
+            end = replace(delta, text="", token_ids=ids[-1:], logprobs=steps[-1:], prompt_logprobs=None)
+            return self.chunks(rest, chunks) + self.chunks(end, chunks)
         found = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)

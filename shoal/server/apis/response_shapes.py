@@ -60,6 +60,11 @@ class TextPlace:
         self.offset += len(self._decoder.decode(data))
 
 
+def is_ended_by_token(answer: Delta | CompletionOutput) -> bool:
+    """Returns whether the last token ended the answer, and so is no part of its text."""
+    return answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+
+
 class LogprobShapes:
     """Shapes log-probabilities for chat and for completions, each token with the `count` most likely ones."""
 
@@ -84,8 +89,7 @@ class LogprobShapes:
         """Returns the entries of the tokens that an answer's text was made of: not of the one that ended
         it."""
         rows = self.chat(answer.token_ids, answer.logprobs or ())["content"]
-        is_ended = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
-        return rows[:-1] if is_ended else rows
+        return rows[:-1] if is_ended_by_token(answer) else rows
 
     def completion(
         self,

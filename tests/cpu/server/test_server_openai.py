@@ -149,6 +149,18 @@ def test_chat_logprobs(client):
     assert chat(client).choices[0].logprobs is None
 
 
+def test_the_token_that_ends_an_answer_has_a_chunk_of_its_own():
+    """Regression: with drafts it came with the text before it, for whose tokens guidance takes all of a chunk."""
+    with FakeServer(engine_saying("hello", ends=True, token_seconds=1e-9)) as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+        parts = list(chat(client, logprobs=True, stream=True, max_tokens=20))
+    *texts, end = [part.choices[0] for part in parts if part.choices[0].logprobs]
+    for choice in texts:
+        assert "".join(c.token for c in choice.logprobs.content) == choice.delta.content
+    assert "".join(choice.delta.content for choice in texts) == "hello"
+    assert not end.delta.content and len(end.logprobs.content) == 1 and end.finish_reason == "stop"
+
+
 def test_completion_logprobs_and_echo(client):
     answer = complete(client, prompt="ab", echo=True, logprobs=2, max_tokens=3).choices[0]
     assert answer.text == "abhel" and answer.logprobs.tokens == list("abhel")
