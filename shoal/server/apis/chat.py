@@ -307,7 +307,7 @@ class ChatAnswer:
         """Returns the chunks of a delta: first the role if the choice begins, then one chunk, or one per
         part where tools or reasoning split the text."""
         if delta.logprobs is not None and len(delta.token_ids) > 1 and is_ended_by_token(delta):
-            # The token is no part of the text: guidance takes all tokens of a chunk with text for its text.
+            # guidance reads all tokens of a chunk with text as its text, and this one is not in the text.
             ids, steps = delta.token_ids, delta.logprobs
             rest = replace(
                 delta, token_ids=ids[:-1], logprobs=steps[:-1], finish_reason=None, stop_reason=None

@@ -61,7 +61,7 @@ class TextPlace:
 
 
 def is_ended_by_token(answer: Delta | CompletionOutput) -> bool:
-    """Returns whether the last token ended the answer, and so is no part of its text."""
+    """Returns whether the last token ended the answer, so that the text lacks it."""
     return answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
 
 
