@@ -112,7 +112,7 @@ class CheckpointFiles:
         return replace(self, head=head)
 
     def find_own_head(self) -> MtpFiles | None:
-        """Returns the MTP head in the files. None: there is no such head. Raises CheckpointError for a head
+        """Returns the checkpoint's own MTP head, or None if it has none. Raises CheckpointError for a head
         that is not supported."""
         if self.file is not None:
             return find_gguf_mtp(self.header, self._own_config)

@@ -5,30 +5,17 @@ import random
 
 import pytest
 
-from shoal.config import EngineConfig
-from shoal.engine.core import EngineCore
-from shoal.weights.source import resolve
 from tests.cpu.engine.test_family_tiers import one_by_one, run
-from tests.tiny_families import write_family
+from tests.family_cores import family_cores
 
 LENDS, READS = ({"kv_transfer_config": {"kv_role": role}} for role in ("kv_producer", "kv_consumer"))
 
 
 @pytest.fixture
 def build(root):
-    made = []
-
-    def make(name, **options):
-        defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 4}
-        defaults |= {"kv_cache_memory_bytes": 8 << 20, "tensor_parallel_size": 2}
-        config = EngineConfig(model=str(write_family(root, name)), **defaults | options)
-        made.append(EngineCore(config, resolve(config.model, None, None)))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check()
-        core.exit()
+    defaults = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    with family_cores(root, tensor_parallel_size=2, **defaults) as make:
+        yield make
 
 
 def prompts(count, length=70):

@@ -39,8 +39,8 @@ class MtpHead(DraftHead):
         quantizes: bool = False,
         holding: Holding = nullcontext,
     ) -> None:
-        """`config`: the target's, with the head's layers. `own`: those of `norm`, `embed_tokens` and
-        `lm_head` that the head has itself. The others are the target's."""
+        """`config`: the target's config, with the head's layers. `own`: the modules that the head has itself,
+        of `norm`, `embed_tokens` and `lm_head`. It shares the others with the target."""
         super().__init__(config.layers)
         self.config = config
         self._target = [target]  # in a list, so that it counts as no module of the head

@@ -218,7 +218,7 @@ def test_inputs_of_a_decodes_products_have_memory_for_all_rows_that_tiles_read(n
     """Else the copy engine fills in zeros, which is slow (kernels/hopper.py)."""
     inputs = variants[name]["inputs"]
     assert inputs or name in (*WITHOUT_HOPPER, "one layer", "experts at the end")
-    # torch puts a head's inputs beside each other, and takes those of its last slots.
+    # A head's inputs come from torch's `cat` and row selection, whose results lack these rows.
     assert all(described == read for described, read in inputs) or name in WITH_HEAD
 
 

@@ -90,7 +90,8 @@ def rounded(folder, target):
 
 
 def test_a_packed_head_stays_packed(root, build, tmp_path):
-    """Its drafts are those of its unpacked numbers; kept packed, it drafts with rounded activations."""
+    """In float32 the head unpacks its numbers, and its drafts equal the drafts of the unpacked checkpoint. Packed, it
+    rounds activations, so its drafts may differ, and the answer does not."""
     folder, path = mtp_gguf.write(root / "wide", "glm4-moe", "Q8_0", **WIDE)
     assert_drafts(build(path), rounded(folder, tmp_path / "rounded"))
     core = build(path, dtype="auto")
