@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from shoal.kernels.draft_spans import DraftSpans
+from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.recurrent.sequences import Sequences
-from tests.recurrent_steps import Heads, conv_inputs, delta_inputs, mamba_inputs
+from tests.recurrent_steps import MIXERS, Heads, conv_inputs, delta_inputs, mamba_inputs
 
 DRAFTS, DECODES, PROMPT = 3, 3, 5
 WIDE = Heads(2, 4, 20, 37)
 CHANNELS = Heads(2, 2, 12, 20, has_channel_gates=True)
-KEPT = {"inputs_RCW": "kept_RKC", "states_RHNV": "kept_RKX", "states_RHVN": "kept_RKX"}
+KEPT = {"inputs_RCW": "kept_RKC", "states_RHNV": "kept_RKX", "states_RHVN": "kept_RKX", "rows_RX": "kept_RKX"}
 
 
 def plain_sequences(row: int, first: int, tokens: int, device: str) -> Sequences:
@@ -28,6 +29,10 @@ def plain_sequences(row: int, first: int, tokens: int, device: str) -> Sequences
 
 def input_size(inputs: dict[str, Any]) -> int:
     """Returns the numbers of a token that are kept of a draft."""
+    if "z_TX" in inputs:  # of the convolution, and what the rule takes of its outputs, but the queries
+        channels, values = inputs.get("qkv_TC", inputs.get("xbc_TC")).shape[1], inputs["z_TX"].shape[1]
+        gates = sum(inputs[name].shape[1] for name in ("a_TH", "b_TH", "dt_TH") if name in inputs)
+        return channels + (channels + values) // 2 + gates
     kept = {"x_TC", "k_TKN", "v_THV", "a_TH", "b_TH", "x_THV", "dt_TH", "b_TGN"}
     return sum(math.prod(inputs[name].shape[1:]) for name in kept & inputs.keys())
 
@@ -43,6 +48,43 @@ def draft_cases(
     }
 
 
+def mixer_case(
+    mixer: str, dtype: torch.dtype, state_dtype: torch.dtype, heads: Heads = WIDE
+) -> tuple[Callable[..., Callable[..., torch.Tensor]], Callable[[Sequences, int], dict[str, Any]]]:
+    """Returns what makes an op of a mixer, and its inputs. The op has one tensor of states in float32, whose rows have
+    the inputs of the convolution and the state."""
+    make_inputs, _ = MIXERS[mixer]
+    values, keys = heads.heads * heads.value_dim, heads.keys * heads.key_dim
+    channels = values + 2 * keys
+
+    def make(sequences: Sequences, rows: int) -> dict[str, Any]:
+        inputs = make_inputs(sequences, rows, heads, dtype, state_dtype)
+        memory = inputs.pop("memory")
+        return inputs | {
+            "rows_RX": torch.cat([memory.conv_RCW.flatten(1), memory.state_R.flatten(1)], 1).float()
+        }
+
+    def with_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def op(rows_RX: torch.Tensor, kept_RKX: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+            last = (heads.key_dim, heads.value_dim)
+            shapes = (channels, -1), (heads.heads, *(last if mixer == "delta_mixer" else last[::-1]))
+            at = rows_RX.shape[1] - heads.heads * heads.key_dim * heads.value_dim
+            parts = rows_RX[:, :at].to(dtype), rows_RX[:, at:].to(state_dtype)
+            slots = 0 if kept_RKX is None else kept_RKX.shape[1]
+            kept = () if kept_RKX is None else kept_RKX.flatten(1).tensor_split([slots * channels], 1)
+            memory = LayerState(
+                *(part.unflatten(1, shape) for part, shape in zip(parts, shapes)),
+                *(part.unflatten(1, (slots, -1)) for part in kept),
+            )
+            out = function(memory=memory, **inputs)
+            rows_RX.copy_(torch.cat(parts, dim=1))
+            return out
+
+        return op
+
+    return with_rows, make
+
+
 def follow_drafts(
     op: Callable[..., torch.Tensor],
     oracle: Callable[..., torch.Tensor],
@@ -51,10 +93,11 @@ def follow_drafts(
     seed: int,
     num_tokens: int = 24,
     device: str = "cpu",
+    prompts: float = 1.0,
     **tolerance: float,
 ) -> None:
     """`make` returns the inputs of a sequence, and as many rows of states. Each of some sequences decodes its
-    tokens, beside a prompt that begins in each step. Compares outputs of all tokens that are kept, and the
+    tokens; `prompts`: the share of steps in which a prompt begins, too. Compares outputs of all tokens that are kept, and the
     states after each step and after pending inputs are applied."""
     r = random.Random(seed)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
@@ -111,17 +154,18 @@ def follow_drafts(
             ints([pending[s] for s in chosen] + [0] * padded),
             queries,
         )
-        num_decodes = len(chosen) + padded
+        num_decodes, has_prompt = len(chosen) + padded, prompts == 1 or r.random() < prompts
         starts = [*range(0, queries * num_decodes + 1, queries), queries * num_decodes + PROMPT]
         sequences = Sequences(
-            ints([*chosen, *[-1] * padded, DECODES]),
-            ints(starts),
-            ints(positions + [-1] * (queries * padded) + [*range(PROMPT)]),
+            ints([*chosen, *[-1] * padded, *[DECODES] * has_prompt]),
+            ints(starts[: num_decodes + 1 + has_prompt]),
+            ints(positions + [-1] * (queries * padded) + [*range(PROMPT * has_prompt)]),
             num_decodes,
             spans,
         )
-        out = run(index + [0] * (queries * padded) + [*range(PROMPT)], sequences)
-        torch.testing.assert_close(out[-PROMPT:], prompt_want, **tolerance)
+        out = run(index + [0] * (queries * padded) + [*range(PROMPT * has_prompt)], sequences)
+        if has_prompt:
+            torch.testing.assert_close(out[-PROMPT:], prompt_want, **tolerance)
         for b, (s, count, right) in enumerate(zip(chosen, verified, accepted)):
             first = (b + 1) * queries - 1 - count
             for i in range(right + 1):

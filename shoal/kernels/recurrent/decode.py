@@ -14,13 +14,11 @@ from shoal.kernels.recurrent.sequences import Sequences
 MAX_ARRIVALS = 1 << 17  # sequences of a launch times their key heads or groups
 
 
-def is_plain_decode(sequences: Sequences, groups: int) -> bool:
-    """Returns whether a step has decodes alone, without drafts. `groups`: of programs that read the same
-    inputs, for each sequence."""
+def decodes_alone(sequences: Sequences, groups: int) -> bool:
+    """Returns whether a step has no prompts. `groups`: of programs that read the same inputs, for each
+    sequence."""
     num_seqs = len(sequences.rows_S)
-    return (
-        sequences.drafts is None and sequences.num_decodes == num_seqs and num_seqs * groups <= MAX_ARRIVALS
-    )
+    return sequences.num_decodes == num_seqs and num_seqs * groups <= MAX_ARRIVALS
 
 
 def checked_memory(
@@ -30,8 +28,18 @@ def checked_memory(
     inputs_RCW, states_R = memory.conv_RCW, memory.state_R
     assert states_R is not None and inputs_RCW.shape[2] == conv_CW.shape[1] - 1 > 0
     assert conv_CW.is_contiguous() and inputs_RCW[0].is_contiguous() and states_R[0].is_contiguous()
+    assert inputs_RCW.dtype == inputs_TX[0].dtype
     assert norm.dtype in (inputs_TX[0].dtype, torch.float32) and all(x.stride(1) == 1 for x in inputs_TX)
     return inputs_RCW, states_R
+
+
+def kept_inputs(memory: LayerState, sequences: Sequences) -> tuple[torch.Tensor | None, int]:
+    """Returns the kept inputs of the convolution, and the numbers from one row to the next."""
+    kept_RKC = memory.kept_conv_RKC
+    if sequences.drafts is None:
+        return None, 0
+    assert kept_RKC is not None and kept_RKC[0].is_contiguous() and kept_RKC.dtype == memory.conv_RCW.dtype
+    return kept_RKC, kept_RKC.stride(0)
 
 
 @triton.jit
@@ -58,24 +66,26 @@ def earlier_inputs(inputs_ptr, weight_ptr, channels, mask, goes_on, W):
 
 @triton.jit
 def convolve(token_ptr, bias_ptr, earlier, weights, channels, mask, W: tl.constexpr):
-    """Returns silu(convolution) of a token's channels, rounded to its type, and the token's inputs."""
+    """Returns silu(convolution) of a token's channels, rounded to its type, and the inputs that the next
+    token takes."""
     x = tl.load(token_ptr + channels, mask=mask, other=0.0)
     sums = x.to(tl.float32) * weights[W - 1].to(tl.float32)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    later = ()
     for tap in tl.static_range(W - 1):
         sums += earlier[tap].to(tl.float32) * weights[tap].to(tl.float32)
-    return (sums * sigmoid(sums)).to(x.dtype).to(tl.float32), x
+        if tap > 0:
+            later += (earlier[tap],)
+    return (sums * sigmoid(sums)).to(x.dtype).to(tl.float32), later + (x,)
 
 
 @triton.jit
-def keep_inputs(inputs_ptr, earlier, x, channels, mask, W: tl.constexpr):
-    """Writes the inputs that the next token's convolution takes. All threads that read the old ones must be
+def store_inputs(inputs_ptr, earlier, channels, mask, W: tl.constexpr):
+    """Writes the inputs that the next token takes to the row. All threads that read the old ones must be
     done."""
-    at = inputs_ptr + channels * (W - 1)
-    for tap in tl.static_range(W - 2):
-        tl.store(at + tap, earlier[tap + 1], mask=mask)
-    tl.store(at + W - 2, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+    for tap in tl.static_range(W - 1):
+        tl.store(inputs_ptr + channels * (W - 1) + tap, earlier[tap], mask=mask)
 
 
 @triton.jit

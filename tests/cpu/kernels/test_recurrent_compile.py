@@ -11,7 +11,7 @@ from triton_compile import check_kernels
 from shoal.kernels import triton_ops
 from shoal.kernels.draft_spans import DraftSpans
 from shoal.kernels.recurrent.sequences import Sequences
-from tests.recurrent_drafts import KEPT, input_size
+from tests.recurrent_drafts import KEPT, input_size, mixer_case
 from tests.recurrent_steps import (
     MIXERS,
     Heads,
@@ -73,29 +73,38 @@ for size, width in ((128, 4096), (512, 4096), (8192, 8192)):
         )
 
 
-def draft(op: str, make: Callable[[Sequences, int], dict[str, Any]], queries: int) -> None:
+def draft(
+    op: Callable[..., torch.Tensor], make: Callable[[Sequences, int], dict[str, Any]], queries: int
+) -> None:
     """The decodes of a captured step with drafts; with 0 queries, only the drafts that were accepted before."""
     ints = [torch.zeros(2, dtype=torch.int32) for _ in range(4)]
     starts, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(2 * queries, dtype=torch.int32)
     inputs = make(Sequences(ints[0], starts, positions, 2, DraftSpans(*ints[1:], queries)), 3)
     state = next(name for name in KEPT if name in inputs)
     kept = rows_of_states(3, max(queries - 1, 1), input_size(inputs), dtype=BF16)
-    getattr(triton_ops, op)(**inputs | {KEPT[state]: kept})
+    op(**inputs | {KEPT[state]: kept})
 
 
 for queries in (0, 2, 9):
     for name, heads in (DELTA | KIMI).items():
         LAUNCHES[f"gated_delta {name}, {queries} queries"] = lambda heads=heads, n=queries: draft(
-            "gated_delta", lambda own, rows: delta_inputs(own, rows, heads, BF16, torch.float32), n
+            triton_ops.gated_delta, lambda own, rows: delta_inputs(own, rows, heads, BF16, torch.float32), n
         )
     for name, heads in MAMBA.items():
         LAUNCHES[f"mamba2 {name}, {queries} queries"] = lambda heads=heads, n=queries: draft(
-            "mamba2", lambda own, rows: mamba_inputs(own, rows, heads, BF16, torch.float32), n
+            triton_ops.mamba2, lambda own, rows: mamba_inputs(own, rows, heads, BF16, torch.float32), n
         )
     for case in ((8192, 4, False), (2048, 3, False)):
         LAUNCHES[f"causal_conv {case}, {queries} queries"] = lambda case=case, n=queries: draft(
-            "causal_conv", lambda own, rows: conv_inputs(own, rows, *case, BF16), n
+            triton_ops.causal_conv, lambda own, rows: conv_inputs(own, rows, *case, BF16), n
         )
+
+for mixer, models in (("delta_mixer", DELTA), ("mamba_mixer", MAMBA)):
+    for name, heads in models.items():
+        for state_dtype in (torch.float32, BF16):
+            with_rows, make = mixer_case(mixer, BF16, state_dtype, heads)
+            op = with_rows(getattr(triton_ops, mixer))
+            LAUNCHES[f"{mixer} {name} {state_dtype}, 9 queries"] = lambda op=op, make=make: draft(op, make, 9)
 
 
 @pytest.mark.slow

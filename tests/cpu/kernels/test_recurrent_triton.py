@@ -9,7 +9,7 @@ import torch
 
 from shoal.kernels import triton_ops
 from shoal.kernels.recurrent import delta, mamba, reference
-from tests.recurrent_drafts import CHANNELS, draft_cases, follow_drafts
+from tests.recurrent_drafts import CHANNELS, draft_cases, follow_drafts, mixer_case
 from tests.recurrent_steps import (
     MIXERS,
     STEPS,
@@ -139,3 +139,12 @@ def test_states_in_bfloat16_are_rounded_as_without_drafts() -> None:
         state, make = draft_cases(torch.float32, torch.bfloat16, SMALL)[op]
         function = getattr(triton_ops, op)
         follow_drafts(function, function, make, state, 5, 6, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 2, 16, 8), Heads(2, 2, 12, 20)], ids=str)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_rejected_drafts_leave_no_trace_in_mixers(mixer: str, heads: Heads) -> None:
+    """Steps of decodes alone, which one kernel computes, and others."""
+    with_rows, make = mixer_case(mixer, torch.float32, torch.float32, heads)
+    ours, oracle = with_rows(getattr(triton_ops, mixer)), with_rows(MIXERS[mixer][1])
+    follow_drafts(ours, oracle, make, "rows_RX", 3, 6, prompts=0.3, **CLOSE)
