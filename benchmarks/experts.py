@@ -50,6 +50,7 @@ MODELS = {
     "gpt-oss": Model(32, 4, 2880, 2880, Activation("clamped_swiglu", 1.702, 7.0), True),  # gpt-oss-20b
     "gemma4": Model(128, 8, 2816, 704, Activation("gelu_tanh")),  # Gemma-4-26B-A4B
     "glm": Model(64, 4, 2048, 1536),  # GLM-4.7-Flash
+    "qwen3.6": Model(256, 8, 2048, 512),  # Qwen3.6-35B-A3B
 }
 BITS = {"bf16": 16.0, "fp8": 8.0, "fp8-128": 8.25, "int4": 4.125, "mxfp4": 4.5}
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)

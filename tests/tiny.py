@@ -164,9 +164,10 @@ def write_changed(folder: Path, target: Path) -> Path:
 @functools.lru_cache(maxsize=4)
 def _oracle(folder: Path) -> torch.nn.Module:
     found = model_class(transformers.AutoConfig.from_pretrained(folder))
-    return found.from_pretrained(
+    model = found.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    )
+    return model.float().eval()  # MXFP4 is unpacked to bf16 where there is a GPU
 
 
 def model_class(config: transformers.PreTrainedConfig) -> Any:
