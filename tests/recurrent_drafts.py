@@ -29,7 +29,7 @@ def plain_sequences(row: int, first: int, tokens: int, device: str) -> Sequences
 
 def input_size(inputs: dict[str, Any]) -> int:
     """Returns the numbers of a token that are kept of a draft."""
-    if "z_TX" in inputs:  # of the convolution, and what the rule takes of its outputs, but the queries
+    if "z_TX" in inputs:  # the convolution's inputs, and its outputs that the rule reads, except the queries
         channels, values = inputs.get("qkv_TC", inputs.get("xbc_TC")).shape[1], inputs["z_TX"].shape[1]
         gates = sum(inputs[name].shape[1] for name in ("a_TH", "b_TH", "dt_TH") if name in inputs)
         return channels + (channels + values) // 2 + gates

@@ -1,6 +1,7 @@
 """The pages hold together: every relative link leads to a file and to a heading that exist, and every path of
 this repository that a page or a source names is there."""
 
+import functools
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -32,34 +33,35 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as GitHub and the site make them from its headings."""
     lines = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in lines}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
-    broken = []
-    for link in LINK.findall(FENCED.sub("", page.read_text())):
-        if re.match(r"[a-z]+:", link):
-            continue  # another site
-        target, _, anchor = unquote(link).partition("#")
-        path = (page.parent / target).resolve() if target else page
-        if not path.exists() or (anchor and anchor not in headings(path)):
-            broken.append(link)
-    assert not broken
+def leads_nowhere(page: Path, link: str) -> bool:
+    if re.match(r"[a-z]+:", link):
+        return False  # another site
+    target, _, anchor = unquote(link).partition("#")
+    path = (page.parent / target).resolve() if target else page
+    return not path.exists() or bool(anchor and anchor not in headings(path))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=name)
-def test_every_path_that_a_page_or_a_source_names_is_there(page):
-    gone = []
-    for path in PATH.findall(page.read_text()):
-        if path.split("/")[0] not in FOLDERS:
-            continue  # no path of this repository
-        if not any((base / path).exists() for base in (ROOT, ROOT / "shoal", page.parent)):
-            gone.append(path)
-    assert not gone
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading():
+    links = {(page, link) for page in PAGES for link in LINK.findall(FENCED.sub("", page.read_text()))}
+    assert not sorted(f"{name(page)}: {link}" for page, link in links if leads_nowhere(page, link))
+
+
+def test_every_path_that_a_page_or_a_source_names_is_there():
+    named = {(file, path) for file in [*PAGES, *SOURCES] for path in PATH.findall(file.read_text())}
+    gone = [
+        f"{name(file)}: {path}"
+        for file, path in named
+        if path.split("/")[0] in FOLDERS
+        and not any((base / path).exists() for base in (ROOT, ROOT / "shoal", file.parent))
+    ]
+    assert not sorted(gone)
 
 
 def test_every_page_is_in_the_sites_navigation():
@@ -115,9 +117,14 @@ def test_a_how_to_has_the_form_that_all_have_and_touches_five_files_at_most(page
     assert 1 <= len(re.findall(r"^\| `", files, re.MULTILINE)) <= 5
 
 
+@pytest.fixture(scope="module")
+def tests():
+    """Returns the source of each file of tests by the file's name."""
+    return {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+
+
 @pytest.mark.parametrize("page", HOW_TOS, ids=name)
-def test_every_test_that_a_how_to_names_is_there(page):
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+def test_every_test_that_a_how_to_names_is_there(page, tests):
     named = TEST.findall(page.read_text())
     assert named, "the page names no test that notices a forgotten step"
     for file, test in named:

@@ -2,12 +2,11 @@
 empty."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shoal"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -50,20 +49,22 @@ TORCH_FREE = [
 ]
 
 
+@functools.cache
+def import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Returns the import statements anywhere in a file: late, or for types alone, too."""
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports_of(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: relative import"
             found.add(node.module or "")
     return {name for name in found if name.split(".")[0] == "shoal"}
-
-
-def package_of(module: str) -> str:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
 
 
 def may_import(own: str, package: str) -> bool:
@@ -77,28 +78,32 @@ def may_import(own: str, package: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-    relative = path.relative_to(PACKAGE)
-    own = relative.parts[0] if len(relative.parts) > 1 else ""
-    if relative.name in ("__init__.py", "__main__.py") and not own:
-        return  # the entrances of the package import a room when it is first used
-    for module in imports_of(path):
-        package = package_of(module) if (PACKAGE / package_of(module)).is_dir() else ""
-        assert may_import(own, package), f"{relative} imports {module}"
+def room_of(module: str) -> str:
+    package = module.split(".")[1] if "." in module else ""
+    return package if (PACKAGE / package).is_dir() else ""
+
+
+def test_imports_point_down():
+    """Except in the entrances of the package, which import a room when it is first used."""
+    rooms = {path: parts[0] if len(parts := path.relative_to(PACKAGE).parts) > 1 else "" for path in MODULES}
+    entrances = [PACKAGE / "__init__.py", PACKAGE / "__main__.py"]
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path, own in rooms.items()
+        for module in sorted(imports_of(path))
+        if path not in entrances and not may_import(own, room_of(module))
+    ]
+    assert not wrong
 
 
 def edges_of(path: Path) -> set[Path]:
-    """The modules of the package that a file imports anywhere: late, or for types alone, too. A package's
-    __init__ does not count, as the ones of shoal and shoal.memory import modules of their rooms."""
+    """The modules of the package that a file imports. A package's __init__ does not count, as the ones of shoal
+    and shoal.memory import modules of their rooms."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
+    for node in import_nodes(path):
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{name}" for name in names)]
         for name in names:
             file = PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
             if file != path and file.is_file() and PACKAGE in file.parents:
@@ -144,11 +149,11 @@ def test_a_room_has_some_twenty_files_and_lies_at_most_two_levels_deep():
         assert len(folder.relative_to(PACKAGE).parts) <= 2, f"{folder.relative_to(PACKAGE)} lies too deep"
 
 
-@pytest.mark.parametrize("pattern", TORCH_FREE)
-def test_torch_free_modules_do_not_import_torch(pattern):
-    paths = [p for p in PACKAGE.glob(pattern) if p.name not in ("__main__.py", "__init__.py")]
+def test_torch_free_modules_do_not_import_torch():
+    found = {pattern: sorted(PACKAGE.glob(pattern)) for pattern in TORCH_FREE}
+    assert all(found.values()), found
+    paths = [p for paths in found.values() for p in paths if p.name not in ("__main__.py", "__init__.py")]
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths]
-    assert names
     code = (
         f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules), name"
@@ -165,10 +170,10 @@ def test_importing_the_package_or_the_command_is_cheap():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*/__init__.py")), ids=lambda p: p.parent.name)
-def test_sub_package_init_files_are_empty(path):
+def test_sub_package_init_files_are_empty():
     """Except the one of shoal.memory, which other programs use by itself."""
-    assert path.read_text() == "" or path.parent.name == "memory"
+    paths = set(PACKAGE.rglob("*/__init__.py")) - {PACKAGE / "memory" / "__init__.py"}
+    assert not sorted(str(path.relative_to(PACKAGE)) for path in paths if path.read_text())
 
 
 def test_memory_is_imported_without_torch_until_a_region_is_asked_for():

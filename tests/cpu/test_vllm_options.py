@@ -3,6 +3,7 @@ with the way to get it. No model is loaded: a folder that is not there ends the 
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 from pathlib import Path
@@ -25,9 +26,12 @@ LISTED = [
 ]
 
 
+parser = functools.cache(build_parser)
+
+
 def parsed(*words):
     """(arguments of `shoal serve`, lines about options without effect)"""
-    arguments = build_parser().parse_args(["serve", *words])
+    arguments = parser().parse_args(["serve", *words])
     return arguments, take_vllm_options(arguments)
 
 
@@ -55,7 +59,7 @@ def test_the_table_has_exactly_the_options_of_vllm():
 
 
 def test_an_option_with_the_same_effect_names_an_option_of_the_command():
-    serve = build_parser()._subparsers._group_actions[0].choices["serve"]
+    serve = parser()._subparsers._group_actions[0].choices["serve"]
     for option in ALL_OPTIONS:
         if option.own:
             assert flag_of(option.own) in serve._option_string_actions, option.name
@@ -95,7 +99,7 @@ def test_every_option_is_understood_by_the_command(option, capsys):
     if option.name == "config":
         return
     if option.own:
-        assert option.name not in vars(build_parser().parse_args(["serve"]))
+        assert option.name not in vars(parser().parse_args(["serve"]))
         return
     values = (True, False) if option.takes == "flag" else ("some-value",)
     for value in (*values, *(v for v in option.accepted or () if v != "")):
