@@ -82,6 +82,29 @@ def write(
     writer.close()
 
 
+class FusingWriter(gguf.GGUFWriter):
+    """Writes q, k and v of a layer that has all three as one tensor, as llama.cpp's converter does with
+    --fuse-qkv. They must be of one type."""
+
+    def write_header_to_file(self, path: Path | None = None) -> None:
+        own = self.tensors[0]
+        for name in [name for name in own if ".attn_q." in name]:
+            parts = [name.replace(".attn_q.", f".attn_{part}.") for part in "qkv"]
+            if all(part in own for part in parts):
+                q, k, v = (own.pop(part) for part in parts)
+                assert q.dtype == k.dtype == v.dtype
+                rows = np.concatenate([part.tensor for part in (q, k, v)])
+                fused = gguf.gguf_writer.TensorInfo(rows.shape, q.dtype, rows.nbytes, rows)
+                own[name.replace(".attn_q.", ".attn_qkv.")] = self._in_numbers(fused)
+        super().write_header_to_file(path)
+
+    def _in_numbers(self, info: gguf.gguf_writer.TensorInfo) -> gguf.gguf_writer.TensorInfo:
+        """The tensor with the shape of its numbers, which packed bytes are fewer than."""
+        if info.tensor.dtype == np.uint8:
+            info.shape = gguf.quant_shape_from_byte_shape(info.shape, info.dtype)
+        return info
+
+
 def like_q4_k_m(name: str, tensor: torch.Tensor) -> str:
     """A tensor's type as llama.cpp chooses it for Q4_K_M."""
     more = any(part in name for part in ("attn_v", "ffn_down", "token_embd", "output.weight"))

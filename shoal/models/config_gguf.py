@@ -43,6 +43,7 @@ def config_from_gguf(
     its short and long factors. `where` names the file in errors. Raises CheckpointError for what is missing,
     impossible or not supported."""
     architecture, names, values = _architecture(metadata, where)
+    shapes = _with_fused(shapes)
     embedding = shapes.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(
@@ -160,6 +161,17 @@ def _shown_by_tensors(shapes: Shapes) -> dict[str, Any]:
     }
     own = shapes.get("per_layer_token_embd.weight")
     return shown if own is None else {**shown, "vocab_size_per_layer_input": own[0]}
+
+
+def _with_fused(shapes: Shapes) -> Shapes:
+    """The shapes, where q, k and v that a file holds as one tensor have their names as well."""
+    own = {
+        name.replace("attn_qkv", f"attn_{part}"): shape
+        for name, shape in shapes.items()
+        if ".attn_qkv." in name and f"{name.partition('.attn_')[0]}.attn_output.weight" in shapes
+        for part in "qkv"
+    }
+    return {**shapes, **own}
 
 
 def _some_layer_has(shapes: Shapes, name: str) -> bool:

@@ -1,14 +1,15 @@
 """The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header
 is gguf_header.py's.
 
-Experts are stacked in the file; here they come one by one. Files of some architectures hold the rows of q and
-k in the order of interleaved rotary pairs; here they are put back.
+Experts are stacked in the file; here they come one by one, and so do q, k and v if the file holds them as one
+matrix. Files of some architectures hold the rows of q and k in the order of interleaved rotary pairs; here
+they are put back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -50,13 +51,16 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",  # as llama.cpp's converter fuses them if asked
+    # as llama.cpp's converter fuses them if asked
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
     # tensors that only layers which draft have; they are left out
     **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
 LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+)")
+FUSED = re.compile(r"model\.layers\.([0-9]{1,9})\.self_attn\.qkv_proj\.(weight|bias)")
 Matrix = torch.Tensor | GGUFTensor | Mxfp4Tensor  # or a vector
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
@@ -120,7 +124,8 @@ def _found(header: GGUFHeader, config: ModelConfig, naming: Naming) -> Iterator[
                 for own, part in _gate_and_up(name.format(expert), matrix, header):
                     yield Found(own, part.shape, partial(_view, data, part, header))
         else:
-            yield from _parts(name, info, data, header, config)
+            for own, part in _query_key_value(name, info, header, config):
+                yield from _parts(own, part, data, header, config)
 
 
 def _joined(name: str, parts: dict[str, TensorInfo], data: np.ndarray, header: GGUFHeader) -> Found:
@@ -186,6 +191,13 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
     if whole is not None and whole[2] in names.tensors:
         return f"model.layers.{whole[1]}.{names.tensors[whole[2]]}"
     in_layer = None if layer is None else names.tensors.get(layer[2], LAYER_NAMES.get(layer[2]))
+    # A delta net's tensor of this name is another one.
+    if (
+        layer is not None
+        and layer[2] == "attn_qkv"
+        and f"blk.{layer[1]}.attn_output.weight" in header.tensors
+    ):
+        in_layer = LAYER_NAMES["attn_qkv"]
     if layer is None or in_layer is None or parameter not in ("weight", "bias"):
         raise CheckpointError(
             f"{header.path} holds the tensor {name}, which the architecture {names.architecture} does not "
@@ -217,15 +229,43 @@ def _gate_and_up(name: str, matrix: TensorInfo, header: GGUFHeader) -> Iterator[
     if ".gate_up_proj." not in name:
         yield name, matrix
         return
-    rows, *columns = matrix.shape
+    rows = matrix.shape[0]
     if rows % 2:
         raise CheckpointError(
             f"{header.path}: the tensor {matrix.name} must have an even number of rows, got {rows}"
         )
-    half = matrix.num_bytes // 2
-    for i, part in enumerate(("gate", "up")):
-        own = TensorInfo(matrix.name, matrix.kind, (rows // 2, *columns), matrix.offset + i * half, half)
+    for part, own in zip(("gate", "up"), _by_rows(matrix, (rows // 2, rows // 2))):
         yield name.replace("gate_up", part), own
+
+
+def _query_key_value(
+    name: str, info: TensorInfo, header: GGUFHeader, config: ModelConfig
+) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor, or the three that it holds, the rows of q above the rows of k and v. Rows beyond k's and v's
+    are q's, as a layer may have a gate among them."""
+    fused = FUSED.fullmatch(name)
+    if fused is None or int(fused[1]) >= len(config.layers):  # a layer that drafts is left out
+        yield name, info
+        return
+    attention = config.layers[int(fused[1])].attention
+    num_rows = 0 if attention is None else attention.num_kv_heads * attention.head_dim
+    own = info.shape[0] - 2 * num_rows
+    if attention is None or own <= 0 or own % (attention.num_heads * attention.head_dim):
+        raise CheckpointError(
+            f"{header.path}: the tensor {info.name} has shape {list(info.shape)}, which does not hold q, k "
+            "and v of the layer's heads; fetch the file again"
+        )
+    for part, rows in zip("qkv", _by_rows(info, (own, num_rows, num_rows))):
+        yield name.replace("qkv_proj", f"{part}_proj"), rows
+
+
+def _by_rows(info: TensorInfo, counts: Sequence[int]) -> Iterator[TensorInfo]:
+    """Yields a tensor's rows in parts of so many rows."""
+    offset = info.offset
+    for count in counts:
+        num_bytes = info.num_bytes // info.shape[0] * count
+        yield TensorInfo(info.name, info.kind, (count, *info.shape[1:]), offset, num_bytes)
+        offset += num_bytes
 
 
 def _check_matrix(info: TensorInfo, header: GGUFHeader) -> None:

@@ -55,6 +55,13 @@ def test_drafts_are_those_of_transformers_head(name, ranks, root, build):
     assert_drafts(build(path, max_num_batched_tokens=16, tensor_parallel_size=ranks), folder)
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3.5-moe"])
+def test_a_head_with_fused_q_k_v_drafts_the_same(name, tmp_path, build, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+    folder, path = mtp_gguf.write(tmp_path, name)
+    assert_drafts(build(path, max_num_batched_tokens=16), folder)
+
+
 @pytest.mark.parametrize("name", mtp_gguf.FILES)
 def test_without_drafts_the_head_is_passed_over(name, root, build):
     """Regression: the norm that Nemotron has in its head's block alone was refused."""

@@ -3,6 +3,8 @@ checkpoint that the file was written from."""
 
 from __future__ import annotations
 
+import json
+
 import gguf
 import pytest
 import torch
@@ -71,6 +73,33 @@ def convert_gemma4(name: str, tensor: torch.Tensor, config: dict) -> dict[str, t
 def test_a_file_of_gemma_4_is_its_checkpoint(name, root, tmp_path):
     folder = write_family(root, name)
     gguf_files.write(tmp_path / "m.gguf", folder, "gemma4", add_gemma4, convert_gemma4)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-shared", "gemma4-experts", "gemma4-unified"])
+def test_a_file_of_gemma_4_with_fused_q_k_v_is_its_checkpoint(name, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+    folder = write_family(root, name)
+    gguf_files.write(tmp_path / "m.gguf", folder, "gemma4", add_gemma4, convert_gemma4)
+    assert any(".attn_qkv." in name for name in read_header(tmp_path / "m.gguf").tensors)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def test_gemma_4_with_fused_keys_as_values_is_its_checkpoint(root, tmp_path, monkeypatch):
+    """A file may hold keys a second time as values where the checkpoint has none."""
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+
+    def convert(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+        stored = convert_gemma4(name, tensor, config)
+        layer = int(name.split(".")[2]) if ".layers." in name else 0
+        if name.endswith(".k_proj.weight") and config["layer_types"][layer] == FULL:
+            stored[name.replace("k_proj", "v_proj")] = tensor
+        return stored
+
+    folder = write_family(root, "gemma4")
+    assert json.loads((folder / "config.json").read_text())["attention_k_eq_v"]
+    gguf_files.write(tmp_path / "m.gguf", folder, "gemma4", add_gemma4, convert)
+    assert not any(".attn_q." in name for name in read_header(tmp_path / "m.gguf").tensors)
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 

@@ -381,6 +381,15 @@ def test_a_file_is_its_checkpoint(name, root, tmp_path):
     assert_equal_to(*write(root, tmp_path, name))
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("kimi-linear")])
+def test_a_file_with_fused_q_k_v_is_its_checkpoint(name, root, tmp_path, monkeypatch):
+    """Layers with attention have a tensor of the name that a delta net has for its own."""
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+    folder, path = write(root, tmp_path, name)
+    assert not any(".attn_q." in own for own in read_header(path).tensors)
+    assert_equal_to(folder, path)
+
+
 # sizes that groups of 256 weights divide, and experts that all are chosen
 WIDE = {
     "kimi-linear": dict(

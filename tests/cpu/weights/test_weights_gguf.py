@@ -19,6 +19,7 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.models.registry import BY_GGUF
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header, read_longrope, read_rope_factors
+from tests import gguf_files
 from tests.cpu.weights.test_weights_quantized import random_rows
 
 SIZES = dict(
@@ -255,6 +256,34 @@ def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_
             key
         )
     assert config.tie_word_embeddings == ("lm_head.weight" not in expected) and config.vocab_size == 96
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_q_k_v_come_apart_under_their_names(name, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+    path = tmp_path / "model.gguf"
+    expected = write_gguf(path, name, kind)
+    assert any(".attn_qkv." in own for own in read_header(path).tensors)
+    config, tensors = read(path)
+    assert config.qkv_bias == any(own.endswith("q_proj.bias") for own in expected)
+    assert tensors.keys() == expected.keys()
+    for own, tensor in tensors.items():
+        plain = tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor
+        np.testing.assert_array_equal(plain.float().numpy(), expected[own], err_msg=own)
+
+
+def test_fused_q_k_v_of_a_wrong_height_are_refused_with_their_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", gguf_files.FusingWriter)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3", "F32")
+    header = read_header(path)
+    metadata = {**header.metadata, "qwen3.attention.head_count_kv": 1}
+    config = config_from_gguf(metadata, header.shapes, str(path))
+    with pytest.raises(
+        CheckpointError, match=r"blk\.0\.attn_qkv\.weight has shape .* does not hold q, k and v of"
+    ):
+        dict(gguf_tensors(header, config))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
