@@ -76,7 +76,7 @@ def convolve(token_ptr, bias_ptr, earlier, weights, channels, mask, W: tl.conste
     for tap in tl.static_range(W - 1):
         sums += earlier[tap].to(tl.float32) * weights[tap].to(tl.float32)
         if tap > 0:
-            later += (earlier[tap],)
+            later += (earlier[tap],)  # type: ignore[assignment]
     return (sums * sigmoid(sums)).to(x.dtype).to(tl.float32), later + (x,)
 
 
