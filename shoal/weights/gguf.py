@@ -260,7 +260,7 @@ def _query_key_value(
 
 
 def _by_rows(info: TensorInfo, counts: Sequence[int]) -> Iterator[TensorInfo]:
-    """Yields a tensor's rows in parts of so many rows."""
+    """Yields consecutive parts of a tensor with these counts of rows."""
     offset = info.offset
     for count in counts:
         num_bytes = info.num_bytes // info.shape[0] * count
