@@ -3,6 +3,7 @@ one tensor is held at a time."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ from shoal.weights.gguf import gguf_shapes, gguf_tensors
 from shoal.weights.quantized import folder_tensors, tensor_headers
 from shoal.weights.safetensors import KV_SCALE
 from shoal.weights.source import CheckpointFiles
+
+logger = logging.getLogger(__name__)
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 KEY_OR_VALUE = re.compile(r"model\.layers\.([0-9]{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
@@ -93,6 +96,12 @@ def check_shapes(files: CheckpointFiles) -> None:
             headers = tensor_headers(files.folder, files.config)
             shapes = {name: header.shape for name, header in headers.items()}
         else:
+            if files.header.left_out:
+                logger.info(
+                    "%s: %d tensors of images, sounds or draft heads are left out; the text model is loaded",
+                    files.path,
+                    files.header.left_out,
+                )
             shapes = gguf_shapes(files.header, files.config)
         found = {name: shape for name, shape in shapes.items() if _is_weight(name, files.config)}
         for name, shape in checkpoint_shapes(files.config):

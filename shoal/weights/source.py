@@ -26,6 +26,7 @@ from shoal.sampling_params import RENAMED_FIELDS, SamplingParams, sampling_defau
 from shoal.weights import hub, store
 from shoal.weights.eagle3_files import resolve_eagle3
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
+from shoal.weights.gguf_ollama import as_llama_cpp
 from shoal.weights.heads import HeadFiles
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
@@ -129,7 +130,7 @@ class CheckpointFiles:
     def header(self) -> GGUFHeader:
         """The header of a GGUF file; folders have no such header."""
         assert self.file is not None
-        return read_header(self.file)
+        return as_llama_cpp(read_header(self.file))
 
     @cached_property
     def config(self) -> ModelConfig:

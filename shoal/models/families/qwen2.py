@@ -40,5 +40,5 @@ ARCHITECTURE = Architecture(
         "max_window_layers": 28,
     },
     read=read,
-    gguf=GGUFNames("qwen2"),
+    gguf=GGUFNames("qwen2", also_named=("qwen2vl",)),  # the text model
 )

@@ -27,5 +27,5 @@ ARCHITECTURE = Architecture(
         "head_dim": 128,
     },
     read=read,
-    gguf=GGUFNames("qwen3"),
+    gguf=GGUFNames("qwen3", also_named=("qwen3vl",)),
 )

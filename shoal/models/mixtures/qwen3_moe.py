@@ -36,6 +36,7 @@ ARCHITECTURE = Architecture(
     renamed={"num_local_experts": "num_experts"},  # by transformers 5
     gguf=GGUFNames(
         "qwen3moe",
+        also_named=("qwen3vlmoe",),
         tensors={
             "ffn_gate_inp": "mlp.gate",
             "ffn_gate_exps": "mlp.experts.{}.gate_proj",
