@@ -28,7 +28,6 @@ from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.state import StateLayout
-from shoal.kinds.recurrent import RecurrentKind
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.model_config import ModelConfig
 from shoal.models.layouts.registry import BY_NAME
@@ -39,7 +38,8 @@ CPU_SEQS, FEW_SEQS, MANY_SEQS = 64, 256, 1024  # the defaults of max_num_seqs
 LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
-ROWS_SHARE = 0.25  # largest share of the cache for the state rows of as many sequences as are the default
+# Largest shares of the cache for the state rows of the default's sequences: of FEW_SEQS, and of more.
+FEW_ROWS_SHARE, ROWS_SHARE = 0.5, 0.25
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
 ALIASES = {"half": "float16", "float": "float32"}
@@ -138,9 +138,7 @@ def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> Specula
             "the same"
         )
     if options is not None and options.method == "auto":
-        # Either may take longer than it saves: with drafts a GPU decodes a recurrent layer by three kernels,
-        # in place of one; without a compiler a CPU looks drafts up in Python.
-        if _has_states(model) if gpu else not cpu_build.load():
+        if not gpu and not cpu_build.load():  # Drafts would be looked up in Python.
             return None
         options = dataclasses.replace(options, method="ngram")
     if options is not None and options.num_speculative_tokens is None:
@@ -196,10 +194,6 @@ def _keeps_quantized(
             f"and {torch.cuda.get_device_name(0)} has {'.'.join(map(str, capability))}; {way_out}"
         )
     return keeps, quantizes
-
-
-def _has_states(model: ModelConfig) -> bool:
-    return any(isinstance(kind.mixer, RecurrentKind) for kind in model.layers)
 
 
 def _check_rows(config: ResolvedConfig, model: ModelConfig, plan: CachePlan) -> None:
@@ -288,7 +282,9 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig, plan: CachePla
     num_seqs = MANY_SEQS if has_many else FEW_SEQS if card_bytes else CPU_SEQS
     row_bytes = plan_states(config, model, plan.block_bytes).bytes_of_sequence
     if row_bytes and not config.num_gpu_blocks_override:
-        num_seqs = max(1, min(num_seqs, int(ROWS_SHARE * cache_bytes / row_bytes)))
+        rows = cache_bytes / row_bytes
+        most = max(int(ROWS_SHARE * rows), min(FEW_SEQS, int(FEW_ROWS_SHARE * rows)))
+        num_seqs = max(1, min(num_seqs, most))
     return num_seqs
 
 

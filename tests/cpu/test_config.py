@@ -12,6 +12,8 @@ from shoal.cli import option_tables
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerConfig, StructuredOutputsConfig
 from shoal.engine import resolve as resolve_module
 from shoal.engine.resolve import resolve_config
+from shoal.engine.runner.cache_plan import plan_cache
+from shoal.engine.runner.state_rows import plan_states
 from shoal.errors import ConfigError
 from shoal.models.config_json import config_from_json
 from shoal.server.apis.protocol import SamplingFields
@@ -187,6 +189,21 @@ def test_a_large_model_leaves_less_room_for_sequences(monkeypatch):
         for size in (1, 2)
     ]
     assert found == [256, 1024]  # a card has 6 GiB left, or 36
+
+
+@pytest.mark.parametrize(
+    "cache_rows, expected", [(100, 50), (400, 200), (600, 256), (2000, 500), (9000, 1024)]
+)
+def test_rows_of_states_take_half_of_the_cache_for_few_sequences_and_a_quarter_for_more(
+    monkeypatch, cache_rows, expected
+):
+    pretend_cards(monkeypatch, 140 << 30)
+    family = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=4)
+    model = config_from_json(QWEN | family, "config.json")
+    config = resolve_config(EngineConfig(device="cuda"), model)
+    row = plan_states(config, model, plan_cache(config, model).block_bytes).bytes_of_sequence
+    given = EngineConfig(device="cuda", kv_cache_memory_bytes=cache_rows * row)
+    assert resolve_config(given, model).max_num_seqs == expected
 
 
 def test_what_is_given_is_kept():
