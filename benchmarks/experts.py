@@ -16,7 +16,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -87,7 +87,9 @@ def layer(model: Model, kind: str) -> ExpertWeights:
 def candidates(kind: str, inputs: int, block_rows: int, gated: bool) -> list[RowTiles]:
     """Tiles that fit into registers and shared memory, with inputs that are whole rounds."""
     found = []
-    for outs, columns, stages, warps in itertools.product((32, 64, 128), (64, 128, 256), (3, 4, 5), (4, 8)):
+    for outs, columns, stages, warps in itertools.product(
+        (32, 64, 128), (64, 128, 192, 256), (2, 3, 4, 5), (4, 8)
+    ):
         sums = outs * block_rows * (1 + gated) // (32 * warps)
         itemsize = BITS[kind] / 8
         staged = (outs * (1 + gated) * itemsize + block_rows * 2) * columns * (stages - 1)
@@ -138,6 +140,9 @@ def sweep(
     block_rows = tiles.gate_up.rows
     for rows in (16,) if block_rows == 16 else (block_rows, block_rows * 2):
         first, second = candidates(kind, model.hidden, rows, True), candidates(kind, model.size, rows, False)
+        if tiles.slots:  # Few slots have their inputs split as the rule splits them, and otherwise.
+            first = [replace(one, splits=n) for one in first for n in {1, tiles.gate_up.splits, 5}]
+            second = [replace(one, splits=n) for one in second for n in {1, tiles.down.splits, 5}]
         if not first or not second:
             continue
         compiled = [pool.submit(compile_tiles, one, model, kind, True, tiles.slots) for one in first]

@@ -3,7 +3,7 @@ computes, and the shared expert beside them. No torch. kernels/moe/ computes wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -34,6 +34,14 @@ class Router:
     bias: bool = False  # is added to the logits
     correction: bool = False
     expert_scale: bool = False  # a factor of each expert's weight
+    # of a joined shared expert (ExpertsKind.join)
+    shared: bool = False  # each token has one more expert, the last one, with a weight of 1
+    shared_gate: bool = False  # that weight is the sigmoid of one more logit, the last one
+
+    @property
+    def num_slots(self) -> int:
+        """Experts of a token, the shared one included."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +79,17 @@ class ExpertsKind:
     biases: bool = False  # each expert's matrices have them
     shared: SharedExpert | None = None
     latent_size: int | None = None  # numbers of a token that experts see; None: all of its hidden state
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts, a joined shared one included."""
+        return self.num_experts + self.router.shared
+
+    def join(self) -> ExpertsKind:
+        """Returns the mixture with its shared expert as the last of the experts, so that their kernels run it
+        too. A shared expert of another size stays apart."""
+        if self.shared is None or self.shared.intermediate_size != self.intermediate_size or self.biases:
+            return self
+        return replace(
+            self, router=replace(self.router, shared=True, shared_gate=self.shared.gated), shared=None
+        )

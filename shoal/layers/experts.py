@@ -1,5 +1,5 @@
 """A mixture of experts in place of an MLP: the router, the experts and their matrices on this rank, and the
-shared expert. It takes and returns what an MLP does (mlp.py)."""
+shared expert, as the last of them or apart. It takes and returns what an MLP does (mlp.py)."""
 
 from __future__ import annotations
 
@@ -44,21 +44,25 @@ class ExpertMatrix(MatrixLayer):
         ops: Ops,
         stacked: bool,
         biased: bool = False,
+        shared: bool = False,
     ) -> None:
-        """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint."""
+        """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint. `shared`: the
+        last expert is the shared one."""
         self.split = 1 if names == ("down_proj",) else 0
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
+        self.shared = shared
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if biased else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
-        own = f"{path.partition('.experts.')[0]}.experts"
+        parent = path.partition(".experts.")[0]
         for i, (expert, name) in enumerate(itertools.product(self.experts, self.names)):
-            yield CheckpointTensor(f"{own}.{expert}.{name}.weight", self.shape, partial(self._load, i))
+            is_shared = self.shared and expert == self.experts[-1]
+            own = f"{parent}.shared_experts.{name}" if is_shared else f"{parent}.experts.{expert}.{name}"
+            yield CheckpointTensor(f"{own}.weight", self.shape, partial(self._load, i))
             if self.bias is not None:
-                shape = self.shape[:1]
-                yield CheckpointTensor(f"{own}.{expert}.{name}.bias", shape, partial(self._load_bias, i))
+                yield CheckpointTensor(f"{own}.bias", self.shape[:1], partial(self._load_bias, i))
 
     def _load(self, part: int, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), self.shape)
@@ -103,8 +107,9 @@ class ExpertGroup(nn.Module):
         super().__init__()
         up, down = (kind.intermediate_size, hidden), (hidden, kind.intermediate_size)
         first = ("gate_proj", "up_proj") if kind.activation.has_gate else ("up_proj",)
-        self.w13 = ExpertMatrix(experts, first, up, tp, ops, stacked, kind.biases)
-        self.w2 = ExpertMatrix(experts, ("down_proj",), down, tp, ops, stacked, kind.biases)
+        rest = tp, ops, stacked, kind.biases, kind.router.shared
+        self.w13 = ExpertMatrix(experts, first, up, *rest)
+        self.w2 = ExpertMatrix(experts, ("down_proj",), down, *rest)
 
 
 class Experts(nn.Module):
@@ -115,14 +120,14 @@ class Experts(nn.Module):
         super().__init__()
         self.kind, self.ops, self.stacked = kind, ops, True
         self.build = partial(ExpertGroup, hidden=hidden_size, kind=kind, tp=tp, ops=ops)
-        self.groups = nn.ModuleList([self.build(range(kind.num_experts), stacked=True)])
+        self.groups = nn.ModuleList([self.build(range(kind.num_matrices), stacked=True)])
 
     def divide(self) -> None:
         """Makes each expert a group of its own. They are run one after the other: a CPU has no kernel for
         packed matrices of several."""
         self.stacked = False
         self.groups = nn.ModuleList(
-            self.build(range(e, e + 1), stacked=False) for e in range(self.kind.num_experts)
+            self.build(range(e, e + 1), stacked=False) for e in range(self.kind.num_matrices)
         )
 
     def mix(
@@ -162,11 +167,14 @@ class RouterLayer(Linear):
         self, hidden_size: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops, name: str = "gate"
     ) -> None:
         router, outputs = kind.router, {name: kind.num_experts}
+        if router.shared_gate:
+            outputs["shared_expert_gate"] = 1
         super().__init__(hidden_size, outputs, tp, ops, split=None, bias=router.bias)
         self.router = router
         if router.float32:
             self.dtype = torch.float32
-            self.weight = nn.Parameter(torch.empty(kind.num_experts, hidden_size, dtype=self.dtype), False)
+            rows = kind.num_experts + router.shared_gate
+            self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=self.dtype), False)
             self.format = PlainWeight(ops, self.weight)
         self.correction, self.expert_scale = (
             nn.Parameter(torch.empty(kind.num_experts, dtype=torch.float32), False) if has else None
@@ -191,11 +199,24 @@ class RouterLayer(Linear):
 
 class MoE(nn.Module):
     """A router picks the best experts of each token; their outputs are summed by its weights. What a shared
-    expert makes of the token is added to that."""
+    expert makes of the token is added to that; one as large as they are is one of them (ExpertsKind.join)."""
+
+    joins = True
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
         self.tp, self.multiplier = tp, config.residual_multiplier
+        self.build = partial(self._build, config, tp=tp, ops=ops)
+        self.kind = kind
+        same = kind.activation.kind == config.activation and not config.mlp_bias
+        self.build(kind.join() if self.joins and same else kind)
+
+    def part_shared(self) -> None:
+        """Makes the shared expert a layer of its own, as its weights may come in another format than those of
+        the others."""
+        self.build(self.kind)
+
+    def _build(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         self.gate = RouterLayer(config.hidden_size, kind, tp, ops)
         self.experts = Experts(config.hidden_size, kind, tp, ops)
         self.shared_experts = self.shared_expert_gate = None

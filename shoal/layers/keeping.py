@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.layers.experts import Experts
+from shoal.layers.experts import Experts, MoE
 from shoal.layers.matrix import Holding, MatrixLayer
 
 
 def keep_matrices(module: nn.Module, device: torch.device, quantizes: bool, holding: Holding) -> None:
     """Prepares a module on the meta device: each matrix gets its memory on `device`, inside of `holding`,
     when its tensors arrive, and everything else at once. `quantizes`: plain matrices become fp8."""
-    if device.type == "cpu":
-        with torch.device("meta"):
+    with torch.device("meta"):
+        for moe in [layer for layer in module.modules() if isinstance(layer, MoE)]:
+            moe.part_shared()
+        if device.type == "cpu":
             for experts in [layer for layer in module.modules() if isinstance(layer, Experts)]:
                 experts.divide()
     for layer in module.modules():

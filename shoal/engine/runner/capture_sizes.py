@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.engine.runner.batch import MixedShape
+from shoal.layers.experts import ExpertMatrix, Experts
 from shoal.layers.matrix import MatrixLayer
 from shoal.models.decoder import Decoder
 
@@ -52,13 +53,14 @@ def most_captured_tokens(model: Decoder) -> int:
     """The most tokens of a mixed step that is worth a graph. For more, the GPU takes longer than Python does
     to launch the step."""
     active = 0  # weights that a token meets
-    for kind, layer in zip(model.config.layers, model.layers):
-        for name, matrix in layer.named_modules():
+    for layer in model.layers:
+        mixture = next((module.kind for module in layer.modules() if isinstance(module, Experts)), None)
+        for matrix in layer.modules():
             # By their sizes, as matrices of fewer bits have no memory yet.
             if isinstance(matrix, MatrixLayer):
                 size = sum(matrix.parts) * matrix.num_columns
-                if kind.experts is not None and ".experts." in name:
-                    size = size * kind.experts.router.top_k // kind.experts.num_experts
+                if mixture is not None and isinstance(matrix, ExpertMatrix):
+                    size = size * mixture.router.num_slots // mixture.num_matrices
                 active += size
     return int(LAUNCH_S * len(model.layers) * FLOPS / (2 * active))
 

@@ -10,7 +10,7 @@ A slot is one pair of a token and one of its k choices. Experts are matmuls with
 
 Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums.
 
-T tokens · E experts · k choices of a token · D hidden · F intermediate. The oracle is reference.py.
+T tokens · E experts · k experts of a token · D hidden · F intermediate. The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -46,30 +46,31 @@ def _arrange(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Writes the list of all slots, expert by expert, and for each tile its expert (-1: the tile is not used)
-    and where its slots start and end in that list."""
+    """Writes the list of all slots, expert by expert, and for each tile its expert and where its slots start
+    and end in that list (-1, 0 and 0: the tile is not used). A program writes some slots, and of each expert
+    every n-th tile, where n is the number of programs."""
     wait_for_inputs(PDL)
-    expert = tl.arange(0, BLOCK_E)[None, :]
+    expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
+    ends = tl.cumsum(counts, axis=0)
     i = tl.program_id(0) * ARRANGED + tl.arange(0, ARRANGED)
-
     mask = i < num_slots
     slot_expert = tl.load(experts_ptr + i, mask=mask, other=0)
-    start = tl.sum(tl.where(expert < slot_expert[:, None], counts, 0), axis=1)
+    start = tl.gather(ends - counts, slot_expert, axis=0)
     tl.store(slots_ptr + start + tl.load(ranks_ptr + i, mask=mask, other=0), i, mask=mask)
 
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    last_tiles = tl.cumsum(tiles, axis=1)
-    before = last_tiles <= i[:, None]  # experts whose tiles all come before tile i
-    tile_expert = tl.sum(before.to(tl.int32), axis=1)
-    used = tile_expert < E
-    tile_in_expert = i - tl.sum(tl.where(before, tiles, 0), axis=1)
-    first = tl.sum(tl.where(before, counts, 0), axis=1)
-    count = tl.sum(tl.where(expert == tile_expert[:, None], counts, 0), axis=1)
-    mask = i < num_tiles
-    tl.store(tiles_ptr + i * 3, tl.where(used, tile_expert, -1), mask=mask)
-    tl.store(tiles_ptr + i * 3 + 1, first + tile_in_expert * BLOCK_M, mask=mask)
-    tl.store(tiles_ptr + i * 3 + 2, first + count, mask=mask)
+    last_tiles = tl.cumsum(tiles, axis=0)
+    unused = (i >= tl.sum(tiles, axis=0)) & (i < num_tiles)
+    tl.store(tiles_ptr + i * 3, -1, mask=unused)
+    tl.store(tiles_ptr + i * 3 + 1, 0, mask=unused)
+    tl.store(tiles_ptr + i * 3 + 2, 0, mask=unused)
+    for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
+        ptrs = tiles_ptr + (last_tiles - tiles + tile) * 3
+        exists = tile < tiles
+        tl.store(ptrs, expert, mask=exists)
+        tl.store(ptrs + 1, ends - counts + tile * BLOCK_M, mask=exists)
+        tl.store(ptrs + 2, ends, mask=exists)
 
 
 @triton.jit
@@ -112,11 +113,11 @@ def moe(
 ) -> torch.Tensor:
     """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
     added to it in place, and it is returned."""
-    num_experts = router_logits_TE.shape[1]
+    num_experts = router_logits_TE.shape[1] - router.shared_gate + router.shared
     first, second = expert_matrix(weights.w13), expert_matrix(weights.w2)
     sizes = weight_shape(first)[1], weight_shape(second)[1]
     tiles = choose_expert_tiles(
-        x_TD.shape[0] * router.top_k,
+        x_TD.shape[0] * router.num_slots,
         num_experts,
         sizes,
         (_format(first), _format(second)),
@@ -137,7 +138,8 @@ def moe_with(
     tensors: RouterTensors = NO_TENSORS,
 ) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
-    (num_tokens, hidden), num_experts, top_k = x_TD.shape, router_logits_TE.shape[1], router.top_k
+    (num_tokens, hidden), top_k = x_TD.shape, router.num_slots
+    num_experts = router_logits_TE.shape[1] - router.shared_gate + router.shared
     w13, w2 = expert_matrix(weights.w13), expert_matrix(weights.w2)
     size = weight_shape(w2)[1]
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
@@ -192,7 +194,7 @@ def _arranged(
         E=num_experts,
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=block_rows,
-        num_warps=8,
+        num_warps=4,
         **pdl_options(),
     )
     return RowMap(LISTED, tiles, num_tiles, top_k, num_experts, slots)

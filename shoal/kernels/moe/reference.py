@@ -1,6 +1,6 @@
 """Routing and experts in plain PyTorch: the oracle of this room's kernels, and the CPU's experts.
 
-T tokens · E experts · k choices of a token · C groups of experts · D hidden · F intermediate.
+T tokens · E experts · k experts of a token · C groups of experts · D hidden · F intermediate.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from shoal.kinds.experts import Activation, Router
 def route(
     router_logits_TE: torch.Tensor, router: Router, tensors: RouterTensors = NO_TENSORS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights (float32) and ids of each token's best experts, [T, k]."""
+    """Returns the weights (float32) and ids of each token's best experts, and of the shared one, [T, k]."""
     logits_TE = router_logits_TE.float()
+    shared_T1 = logits_TE.new_ones(len(logits_TE), int(router.shared))
+    if router.shared_gate:
+        logits_TE, shared_T1 = logits_TE[:, :-1], logits_TE[:, -1:].sigmoid()
     if router.softcap is not None:
         logits_TE = router.softcap * torch.tanh(logits_TE / router.softcap)
     if router.scores == "softmax":
@@ -36,7 +39,9 @@ def route(
         weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + router.eps)
     if tensors.expert_scale_E is not None:
         weights_Tk = weights_Tk * tensors.expert_scale_E[experts_Tk]
-    return weights_Tk * router.scale, experts_Tk
+    shared_experts = torch.full_like(shared_T1, logits_TE.shape[1], dtype=experts_Tk.dtype)
+    weights_Tk = torch.cat((weights_Tk * router.scale, shared_T1), dim=1)
+    return weights_Tk, torch.cat((experts_Tk, shared_experts), dim=1)
 
 
 def _in_best_groups(choice_TE: torch.Tensor, router: Router) -> torch.Tensor:
@@ -105,7 +110,7 @@ def mix_experts(
             out_TD.add_(run_expert(expert, x_TD), alpha=weight)
     else:
         order = experts_Tk.flatten().argsort(stable=True)
-        tokens, weights = order // router.top_k, weights_Tk.flatten()[order].unsqueeze(1)
+        tokens, weights = order // router.num_slots, weights_Tk.flatten()[order].unsqueeze(1)
         start = 0
         for expert, count in enumerate(experts_Tk.flatten().bincount().tolist()):
             if count:

@@ -51,6 +51,8 @@ def _route(
     counts_ptr,
     E: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     SCORES: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
@@ -64,13 +66,15 @@ def _route(
     PDL: tl.constexpr,
 ):
     """Chooses the experts of one token. A slot's rank is its number within its expert. Ranks may come in any
-    order, because rows of a matmul do not depend on each other."""
+    order, because rows of a matmul do not depend on each other. SHARED: the slot after the K chosen ones is
+    the shared expert's, E; each token has one, so its rank is the token's number."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    router_logits_ptr += token * (E + SHARED_GATE)
     expert = tl.arange(0, BLOCK_E)
     slot = tl.arange(0, BLOCK_K)
     exists = expert < E
-    scores = tl.load(router_logits_ptr + token * E + expert, mask=exists, other=LOWEST).to(tl.float32)
+    scores = tl.load(router_logits_ptr + expert, mask=exists, other=LOWEST).to(tl.float32)
     if SOFTCAP > 0:
         doubled = tl.exp(-2.0 * tl.abs(scores) / SOFTCAP)
         capped = SOFTCAP * (1.0 - doubled) / (1.0 + doubled)
@@ -89,9 +93,10 @@ def _route(
     weights = tl.full((BLOCK_K,), LOWEST if SCORES == "chosen" else 0.0, tl.float32)
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for j in range(K):
-        best = tl.argmax(left, axis=0)
+        weight, best = tl.max(left, axis=0, return_indices=True)
         best = tl.minimum(best, E - 1)  # With logits of NaN it would be a wild address.
-        weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        if correction_ptr is not None:
+            weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
         weights = tl.where(slot == j, weight, weights)
         experts = tl.where(slot == j, best, experts)
         left = tl.where(expert == best, LOWEST, left)
@@ -104,11 +109,24 @@ def _route(
     if expert_scale_ptr is not None:
         weights *= tl.load(expert_scale_ptr + experts, mask=mask, other=0.0)
     weights *= SCALE
+    ranks = tl.zeros((BLOCK_K,), tl.int32)
     if counts_ptr is not None:
         ranks = tl.atomic_add(counts_ptr + experts, 1, mask=mask, sem="relaxed")
-        tl.store(ranks_ptr + token * K + slot, ranks, mask=mask)
-    tl.store(weights_ptr + token * K + slot, weights, mask=mask)
-    tl.store(experts_ptr + token * K + slot, experts, mask=mask)
+    if SHARED:
+        share = 1.0
+        if SHARED_GATE:
+            share = 1.0 / (1.0 + tl.exp(-tl.load(router_logits_ptr + E).to(tl.float32)))
+        mask = slot <= K
+        weights = tl.where(slot == K, share, weights)
+        experts = tl.where(slot == K, E, experts)
+        ranks = tl.where(slot == K, token.to(tl.int32), ranks)
+        if counts_ptr is not None:
+            tl.store(counts_ptr + E, tl.num_programs(0), mask=token == 0)
+    slot += token * (K + SHARED)
+    if counts_ptr is not None:
+        tl.store(ranks_ptr + slot, ranks, mask=mask)
+    tl.store(weights_ptr + slot, weights, mask=mask)
+    tl.store(experts_ptr + slot, experts, mask=mask)
 
 
 def route(
@@ -120,9 +138,9 @@ def route(
     ranks: torch.Tensor | None,
     counts_E: torch.Tensor | None,
 ) -> None:
-    """Writes each slot's weight and expert, [T * K]. With counts, writes ranks, and adds each expert's slots
-    to its count."""
-    num_tokens, num_experts = router_logits_TE.shape
+    """Writes each slot's weight and expert, [T * slots of a token]. With counts, which are 0, writes ranks,
+    and counts each expert's slots."""
+    num_tokens, num_experts = len(router_logits_TE), router_logits_TE.shape[1] - router.shared_gate
     for tensor in tensors:
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
     assert router_logits_TE.is_contiguous() and num_experts % router.num_groups == 0
@@ -136,6 +154,8 @@ def route(
         counts_E,
         E=num_experts,
         K=router.top_k,
+        SHARED=router.shared,
+        SHARED_GATE=router.shared_gate,
         SCORES=router.scores,
         RENORMALIZE=router.renormalize,
         EPS=router.eps,
@@ -145,7 +165,7 @@ def route(
         KEPT=router.top_k_groups,
         TWO_BEST=router.group_score == "two best",
         BLOCK_E=next_power_of_2(num_experts),
-        BLOCK_K=next_power_of_2(router.top_k),
+        BLOCK_K=next_power_of_2(router.num_slots),
         num_warps=1,
         **pdl_options(),
     )

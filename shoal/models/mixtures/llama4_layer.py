@@ -15,7 +15,9 @@ from shoal.models.layer import DecoderLayer
 
 class Llama4MoE(MoE):
     """A token has one expert, so that its input can be scaled before the expert is chosen, with a weight of
-    1."""
+    1. The shared expert's is not scaled, so it stays apart."""
+
+    joins = False
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import make_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.kernels import triton_ops
@@ -17,8 +19,8 @@ from shoal.kernels.moe import reference
 from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
-from shoal.kinds.experts import Activation, ExpertsKind, Router
-from shoal.layers.experts import ExpertMatrix, Experts
+from shoal.kinds.experts import Activation, ExpertsKind, Router, SharedExpert
+from shoal.layers.experts import ExpertMatrix, Experts, MoE
 from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
@@ -194,3 +196,31 @@ def test_what_no_kernel_multiplies_is_refused_with_the_way_out() -> None:
         CheckpointError, match=r"24 outputs.*multiples of 16.*name a dtype.*tensor_parallel_size"
     ):
         shards(TILED["int4 by 16, zeros"], 4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_among_the_others_adds_what_it_adds_apart(gated: bool) -> None:
+    print("seed", torch.manual_seed(4).initial_seed())
+    sizes = dict(hidden_size=HIDDEN, intermediate_size=SIZE)
+    config = make_dataclass("Config", [*sizes, "activation", "mlp_bias", "residual_multiplier"])(
+        *sizes.values(), "silu", False, 1.0
+    )
+    kind = replace(KIND, shared=SharedExpert(SIZE, gated))
+    single = TensorParallel.single()
+    apart = MoE(config, kind, single, triton_ops)
+    joined = MoE(config, kind, single, triton_ops)
+    apart.part_shared()
+    assert apart.shared_experts is not None and joined.shared_experts is None
+    tensors = {tensor.name: tensor for tensor in layer_tensors(nn.ModuleDict({"mlp": apart}))}
+    for tensor in layer_tensors(nn.ModuleDict({"mlp": joined})):
+        weight = torch.randn(tensor.shape) / 8
+        tensor.load(weight, tensor.name)
+        tensors.pop(tensor.name).load(weight, tensor.name)
+    assert not tensors
+    for tokens in (1, 30):
+        x = torch.randn(tokens, HIDDEN)
+        norm = SimpleNamespace(add=lambda _, residual, x=x: x)
+        left, want = apart(None, torch.zeros_like(x), norm)
+        none, got = joined(None, torch.zeros_like(x), norm)
+        assert none is None
+        torch.testing.assert_close(got, want if left is None else want + left, rtol=1e-4, atol=1e-4)
