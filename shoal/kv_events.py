@@ -28,6 +28,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     compared only. The parent is the block before the first; None at the start of a sequence.
     `extra_keys`: for each block the parts of its identity in addition to tokens: maps {"type": "lora",
     "name": ...}, {"type": "cache_salt", "salt": ...}; only a sequence's first block has the salt.
+    `group_idx`, `kv_cache_spec_sliding_window`: the group of layers, and how many positions its layers see;
+    the names of blocks are the same in all groups.
     `snapshot_hashes`: with recurrent layers the blocks after which a prompt can continue, as a snapshot of
     the states was kept there; None: after each of them. A block is stored again when that has changed."""
 
@@ -40,6 +42,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_name: str | None
     extra_keys: list[list[dict[str, Any]] | None] | None = None
     snapshot_hashes: list[int] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
     @property
     def cache_salt(self) -> str | None:
@@ -51,6 +55,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
@@ -79,8 +84,11 @@ FIELDS = {
         "medium",
         "lora_name",
         "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
     ),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.engine.scheduling.grouped_blocks import GroupedBlocks
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
+from shoal.hashing import group_key
 from shoal.kv.events.publisher import KvEvents
+from shoal.kv.groups import LayerGroup
 from shoal.kv_events import GPU
 
 
@@ -19,16 +22,26 @@ class BlockEvents(StepPart):
     def __init__(self, events: KvEvents, blocks: SequenceBlocks) -> None:
         self._events, self._blocks = events, blocks
         self._states = blocks if isinstance(blocks, StateBlocks) else None
+        self._grouped = blocks if isinstance(blocks, GroupedBlocks) and self._states is None else None
+        self._alike = _alike(blocks.groups)
         self._published: set[bytes] = set()  # with states: the keys that are published and not removed
         blocks.pool.listeners.append(self)
         if self._states is not None:
             self._states.snapshots.listeners.append(self)
 
     def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
-        """A block that stays a copy is not published. Events report the blocks of the first group."""
-        if group == 0 and self._states is None:
+        """A block that stays a copy is not published. A block of several alike groups is published when all
+        of them have it."""
+        if self._states is not None or not (alike := self._alike[group]):
+            return
+        if len(alike) == 1:
             key_of = self._blocks.pool.key_of
-            self._publish(seq, start, [key_of(block) is not None for block in blocks])
+            self._publish(seq, start, [key_of(block) is not None for block in blocks], group)
+            return
+        find, step = self._blocks.pool.find, self._blocks.groups[group].block_size // self._blocks.block_size
+        keys = seq.keys[(start + 1) * step - 1 : (start + len(blocks)) * step : step]
+        are_findable = [all(find(group_key(key, g)) is not None for g in alike) for key in keys]
+        self._publish(seq, start, are_findable, alike[0])
 
     def kept(self, seq: EngineSequence, end: int) -> None:
         """Publishes the blocks up to a snapshot, as a prompt can continue only after one."""
@@ -41,11 +54,13 @@ class BlockEvents(StepPart):
         self._published.update(key for key in keys[start:] if pool.find(key) is not None)
         self._events.snapshot_kept(keys[-1], GPU, True)
 
-    def _publish(self, seq: EngineSequence, start: int, are_findable: Sequence[bool]) -> None:
+    def _publish(self, seq: EngineSequence, start: int, are_findable: Sequence[bool], group: int = 0) -> None:
         """Publishes the findable ones of the sequence's blocks from `start` on. An event has a run of
         adjacent blocks, which began at `run`."""
-        step = self._blocks.groups[0].block_size // self._blocks.block_size  # keys of the chain for a block
-        size, end, run = self._blocks.groups[0].block_size, start + len(are_findable), start
+        size, window = self._blocks.groups[group].block_size, self._blocks.groups[group].window
+        window = None if self._states is not None else window  # snapshots say where a prompt can continue
+        step = size // self._blocks.block_size  # keys of the chain for a block
+        end, run = start + len(are_findable), start
         for i in range(start, end + 1):
             if i < end and are_findable[i - start]:
                 continue
@@ -57,6 +72,8 @@ class BlockEvents(StepPart):
                     seq.request.adapter,
                     seq.request.cache_salt,
                     has_states=self._states is not None,
+                    group=group,
+                    window=window,
                 )
             run = i + 1
 
@@ -68,7 +85,10 @@ class BlockEvents(StepPart):
 
     def removed(self, key: bytes, block: int) -> None:
         self._published.discard(key)
-        self._events.removed(key, block)
+        if self._grouped is None:
+            self._events.removed(key)
+        elif alike := self._alike[group := self._grouped.group_of(block)]:
+            self._events.removed(group_key(key, group), alike[0])
 
     def cleared(self) -> None:
         self._published.clear()
@@ -98,3 +118,20 @@ class BlockEvents(StepPart):
         self._blocks.pool.listeners.remove(self)
         if self._states is not None:
             self._states.snapshots.listeners.remove(self)
+
+
+def _alike(groups: Sequence[LayerGroup]) -> list[list[int]]:
+    """Returns for each group the groups that events report as one, as their blocks come and go together: all
+    with its window and block size. Empty for a group that is not reported: its blocks have no name, as they
+    do not end where blocks of the first group end, or it sees everything with blocks of another size."""
+    first = groups[0].block_size
+    return [
+        [
+            g
+            for g, other in enumerate(groups)
+            if (other.window, other.block_size) == (own.window, own.block_size)
+        ]
+        if own.block_size == first or (own.window is not None and own.block_size % first == 0)
+        else []
+        for own in groups
+    ]

@@ -129,6 +129,10 @@ class GroupedBlocks(SequenceBlocks):
         ]
         return [block for _, block in sorted(own)]
 
+    def group_of(self, block: int) -> int:
+        """Returns the group that a block belongs to, or belonged to when it was last held."""
+        return self._group_of[block]
+
     @property
     def _num_free(self) -> int:
         """The number of blocks that `_allocate` could return."""

@@ -5,6 +5,8 @@ A worker's block hash is an opaque name: blocks are found by Shoal's hash of the
 by the worker's name. Blocks stored after a parent that the worker never published cannot be placed, and are
 left out.
 
+The blocks of layers with a window are in windows.py, and cut a worker's part of a prefix to what they leave.
+
 Events carry block size, adapter and salt, so workers of several block sizes and adapters share one index:
 their chain hashes differ. A block whose identity includes more (an image) gets a chain hash that no query of
 tokens has.
@@ -20,6 +22,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from shoal.fleet.index.prefix_tree import DEVICE, DISK, HOST, NUM_LEVELS, Node, PrefixTree
+from shoal.fleet.index.windows import WindowBlocks
 from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, chains_by_size, wire_seed
 from shoal.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
@@ -51,7 +54,7 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 class _IndexedWorker:
     """The blocks of one rank of one worker."""
 
-    __slots__ = ("block_size", "doubles", "names", "number")
+    __slots__ = ("block_size", "doubles", "names", "number", "windows")
 
     def __init__(self, number: int, block_size: int) -> None:
         self.number = number
@@ -60,6 +63,7 @@ class _IndexedWorker:
         self.names: list[dict[int, Node]] = [{} for _ in range(NUM_LEVELS)]
         # (tier, node) -> number of further names of this worker for the same block there.
         self.doubles: dict[tuple[int, Node], int] = {}
+        self.windows: WindowBlocks | None = None  # of layers with a window, if there are any
 
     @property
     def num_blocks(self) -> int:
@@ -85,6 +89,7 @@ class KvIndexer:
         self._workers: dict[WorkerRank, _IndexedWorker] = {}
         self._ranks: dict[int, WorkerRank] = {}  # by number
         self._free_numbers: list[int] = []
+        self._with_windows: dict[int, _IndexedWorker] = {}  # by number
         self._num_blocks = 0
         self._has_other_sizes = False  # a worker has, or had, blocks of another size than `block_size`
 
@@ -106,14 +111,34 @@ class KvIndexer:
         """Like `find_matches`, for chain hashes (shoal.hashing.sequence_hashes of the blocks' hashes)."""
         tree, ranks = self._tree, self._ranks
         device = tree.depths(chain, DEVICE)
+        if self._with_windows:
+            self._cut_to_windows(device, chain)
         if not tree.has_lower_tiers:
             return {ranks[number]: Overlap(depth) for number, depth in device.items()}
-        host = tree.depths(chain, HOST)
+        host, disk = tree.depths(chain, HOST), tree.depths(chain, DISK)
         found = {}
-        for number, total in tree.depths(chain, DISK).items():
-            on_device, in_memory = device.get(number, 0), host.get(number, 0)
-            found[ranks[number]] = Overlap(on_device, in_memory - on_device, total - in_memory)
+        for number in disk | device:
+            on_device = device.get(number, 0)
+            in_memory = max(host.get(number, 0), on_device)
+            total = max(disk.get(number, 0), in_memory)
+            windowed = self._with_windows.get(number)
+            if windowed is not None and not any(windowed.names[HOST:]):
+                in_memory = total = on_device
+            if total:
+                found[ranks[number]] = Overlap(on_device, in_memory - on_device, total - in_memory)
         return found
+
+    def _cut_to_windows(self, device: dict[int, int], chain: Sequence[int]) -> None:
+        """Cuts the depths of workers with windows to what these have. Where all layers have a window, the
+        first blocks of the chain may be gone."""
+        for number, worker in self._with_windows.items():
+            assert worker.windows is not None
+            end = worker.windows.longest(
+                chain, len(chain) if worker.windows.are_all else device.pop(number, 0)
+            )
+            device.pop(number, None)
+            if end:
+                device[number] = end
 
     def block_size_of(self, rank: WorkerRank) -> int:
         """Returns the number of tokens per block of this worker."""
@@ -155,10 +180,7 @@ class KvIndexer:
         if isinstance(event, BlockStored):
             self._apply_stored(rank, event)
         elif isinstance(event, BlockRemoved):
-            tier = TIERS.get(event.medium or GPU)
-            if tier is not None:
-                for name in event.block_hashes:
-                    self.remove(rank, tier, name)
+            self._apply_removed(rank, event)
         elif isinstance(event, AllBlocksCleared):
             self.remove_worker(rank)
 
@@ -195,6 +217,7 @@ class KvIndexer:
         if worker is None:
             return
         self._num_blocks -= worker.num_blocks
+        self._with_windows.pop(worker.number, None)
         self._tree.forget_worker(worker.number, [node for names in worker.names for node in names.values()])
         del self._ranks[worker.number]
         self._free_numbers.append(worker.number)
@@ -214,8 +237,11 @@ class KvIndexer:
         return worker
 
     def _apply_stored(self, rank: WorkerRank, event: BlockStored) -> None:
-        tier = TIERS.get(event.medium or GPU)
+        tier, window = TIERS.get(event.medium or GPU), event.kv_cache_spec_sliding_window
         if tier is None:
+            return
+        if window is not None and event.group_idx:
+            self._apply_window(rank, event, event.group_idx, window)
             return
         worker = self._worker(rank, event.block_size)
         before = None
@@ -229,11 +255,55 @@ class KvIndexer:
         for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
             hashes[number] = _with_extra(hashes[number], extra)
         self._store(worker, tier, event.block_hashes, hashes, before, seed)
+        if window is not None and tier == DEVICE:
+            nodes = worker.names[tier]
+            stored = [(name, nodes[name].chain) for name in event.block_hashes if name in nodes]
+            self._windows_of(worker).store(0, window, 1, stored)
         if event.snapshot_hashes is not None:
             kept = set(event.snapshot_hashes)
             for name in event.block_hashes:
                 if (node := worker.names[tier].get(name)) is not None:
                     self._tree.mark(worker.number, tier, node, name in kept)
+
+    def _apply_window(self, rank: WorkerRank, event: BlockStored, group: int, window: int) -> None:
+        """Applies blocks of a further group, whose layers see a window. Blocks are named as the first
+        group's, and there the block before them is found."""
+        worker = self._workers.get(rank)
+        if worker is None or event.block_size % worker.block_size or event.medium not in (None, GPU):
+            return
+        chain, seed = None, wire_seed(event.lora_name, event.cache_salt)
+        step, ends, windows = event.block_size // worker.block_size, [], self._windows_of(worker)
+        windows.store(group, window, step, ())  # the group is known, though this block may have no place
+        if event.parent_block_hash is not None:
+            before = worker.find(event.parent_block_hash)
+            if before is None:
+                return
+            chain, seed = before.chain, before.seed
+        for number, own in enumerate(block_hashes(event.token_ids, worker.block_size, seed)):
+            extra = (event.extra_keys or ())[number : number + 1] if step == 1 else ()
+            own = _with_extra(own, extra[0]) if extra else own
+            chain = own if chain is None else chain_hash(chain, own)
+            ends.append(chain)
+        windows.store(group, window, step, zip(event.block_hashes, ends[step - 1 :: step]))
+
+    def _windows_of(self, worker: _IndexedWorker) -> WindowBlocks:
+        if worker.windows is None:
+            worker.windows = WindowBlocks(worker.block_size)
+            self._with_windows[worker.number] = worker
+        return worker.windows
+
+    def _apply_removed(self, rank: WorkerRank, event: BlockRemoved) -> None:
+        tier, worker = TIERS.get(event.medium or GPU), self._workers.get(rank)
+        if tier is None or worker is None:
+            return
+        group, windows = event.group_idx or 0, worker.windows
+        if windows is not None and tier == DEVICE and group in windows.groups:
+            for name in event.block_hashes:
+                windows.remove(group, name)
+            if group:
+                return
+        for name in event.block_hashes:
+            self.remove(rank, tier, name)
 
     def _store(
         self,
@@ -298,8 +368,10 @@ class KvIndexer:
                 del names[name]
                 if self._tree.holds_child(worker.number, tier, node):
                     names[name] = node
-                else:
-                    self._drop(worker, tier, node)
+                    continue
+                self._drop(worker, tier, node)
+                if worker.windows is not None and tier == DEVICE:
+                    worker.windows.remove(0, name)
 
 
 def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:

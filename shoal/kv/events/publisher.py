@@ -45,11 +45,14 @@ class Stored(NamedTuple):
     cache_salt: str | None
     tier: str
     has_states: bool = False  # with recurrent layers, and no snapshot after these blocks yet
+    group: int = 0
+    window: int | None = None  # how many positions the group's layers see; None: all
 
 
 class Removed(NamedTuple):
     key: bytes
     tier: str
+    group: int = 0
 
 
 class Cleared(NamedTuple):
@@ -77,14 +80,23 @@ class _Block(msgspec.Struct, gc=False):
     adapter: str | None
     cache_salt: str | None  # set in a sequence's first block
     has_snapshot: bool | None = None  # None: there are no recurrent layers
+    window: int | None = None
+
+
+class Shelf(NamedTuple):
+    """The blocks of one group of layers in one tier."""
+
+    tier: str
+    group: int = 0
 
 
 class BlockIndex:
-    """The published blocks that are still cached, by tier: name -> block. If two contents have one name
-    (2^-64), the first is published."""
+    """The published blocks that are still cached, by tier and group of layers: name -> block. If two contents
+    have one name (2^-64), the first is published."""
 
     def __init__(self) -> None:
-        self.tiers: dict[str, dict[int, _Block]] = {}
+        self.shelves: dict[Shelf, dict[int, _Block]] = {}
+        self._windows: dict[int, tuple[int, int]] = {}  # of groups: a block's tokens, and the window
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
         """Returns the events of these changes, in their order. Changes without effect make no event:
@@ -95,12 +107,13 @@ class BlockIndex:
             if isinstance(change, Stored):
                 events += self._store(change)
             elif isinstance(change, Removed):
-                name, tier = block_name(change.key), self.tiers.get(change.tier, {})
-                block = tier.get(name)
+                shelf = Shelf(change.tier, change.group)
+                name, blocks = block_name(change.key), self.shelves.get(shelf, {})
+                block = blocks.get(name)
                 if block is not None and block.key == change.key:
-                    del tier[name]
+                    del blocks[name]
                     kept.pop((change.tier, change.key), None)
-                    _remove(events, name, change.tier)
+                    _remove(events, name, shelf)
             elif isinstance(change, Kept):
                 kept[change.tier, change.key] = change.is_kept
             else:
@@ -110,46 +123,55 @@ class BlockIndex:
         return events
 
     def snapshot(self) -> list[KVEvent]:
-        """Returns events that bring any listener to this state: all cleared, then all blocks, parents
-        first."""
+        """Returns events that bring any listener to this state: all cleared, then all blocks, parents and
+        first groups first."""
         events: list[KVEvent] = [AllBlocksCleared()]
-        for tier, blocks in self.tiers.items():
+        for shelf, blocks in sorted(self.shelves.items(), key=lambda item: item[0].group):
             run: list[tuple[int, _Block]] = []
             for name, block in _parents_first(blocks):
                 if run and not (block.parent == run[-1][0] and block.adapter == run[-1][1].adapter):
-                    events.append(self._event(run, tier))
+                    events.append(self._event(run, shelf))
                     run = []
                 run.append((name, block))
             if run:
-                events.append(self._event(run, tier))
+                events.append(self._event(run, shelf))
+            if not blocks and shelf.group in self._windows:  # says that there is such a group
+                size, window = self._windows[shelf.group]
+                none = BlockStored([], None, [], size, None, shelf.tier, None)
+                none.group_idx, none.kv_cache_spec_sliding_window = shelf.group, window
+                events.append(none)
         return events
 
     def _store(self, stored: Stored) -> Iterator[BlockStored]:
         tokens = array("I", stored.token_ids)
         data, size = tokens.tobytes(), len(tokens) // max(1, len(stored.keys)) * tokens.itemsize
-        blocks = self.tiers.setdefault(stored.tier, {})
+        shelf = Shelf(stored.tier, stored.group)
+        blocks = self.shelves.setdefault(shelf, {})
         parent = None if stored.parent is None else block_name(stored.parent)
         adapter, salt = _text(stored.adapter), _text(stored.cache_salt) if parent is None else None
         run: list[tuple[int, _Block]] = []
+        if stored.window is not None:
+            self._windows[stored.group] = size // tokens.itemsize, stored.window
         for i, key in enumerate(stored.keys):
             name = block_name(key)
             if name not in blocks:
                 blocks[name] = block = _Block(key, parent, data[i * size : (i + 1) * size], adapter, salt)
                 block.has_snapshot = False if stored.has_states else None
+                block.window = stored.window
                 run.append((name, block))
             elif run:
-                yield self._event(run, stored.tier)
+                yield self._event(run, shelf)
                 run = []
             parent, salt = name, None
         if run:
-            yield self._event(run, stored.tier)
+            yield self._event(run, shelf)
 
     def _mark(self, events: list[KVEvent], kept: dict[tuple[str, bytes], bool]) -> None:
         """Adds to the events of a batch which blocks have a snapshot at its end: to the event that stores the
         block, or by a further event that stores it again."""
         for (tier, key), is_kept in kept.items():
             name = block_name(key)
-            block = self.tiers.get(tier, {}).get(name)
+            block = self.shelves.get(Shelf(tier), {}).get(name)
             if block is None or block.key != key or block.has_snapshot == is_kept:
                 continue
             block.has_snapshot = is_kept
@@ -157,17 +179,20 @@ class BlockIndex:
             if isinstance(stored, BlockStored) and stored.snapshot_hashes is not None:
                 stored.snapshot_hashes.append(name)
             else:
-                events.append(self._event([(name, block)], tier))
+                events.append(self._event([(name, block)], Shelf(tier)))
 
     def _clear(self, events: list[KVEvent], tier: str) -> None:
         """Clears a tier. vLLM's event clears every tier, so it is sent only if all are empty."""
-        gone = self.tiers.pop(tier, {})
-        if not any(self.tiers.values()):
+        cleared = [shelf for shelf in self.shelves if shelf.tier == tier]
+        gone = {shelf: self.shelves.pop(shelf) for shelf in cleared}
+        if not any(self.shelves.values()):
             events.append(AllBlocksCleared())
-        elif gone:
-            events.append(BlockRemoved(list(gone), tier))
+            return
+        for shelf, blocks in gone.items():
+            if blocks:
+                events.append(BlockRemoved(list(blocks), tier, shelf.group or None))
 
-    def _event(self, run: list[tuple[int, _Block]], tier: str) -> BlockStored:
+    def _event(self, run: list[tuple[int, _Block]], shelf: Shelf) -> BlockStored:
         first, tokens = run[0][1], array("I", b"".join([block.token_ids for _, block in run]))
         lora = [{"type": "lora", "name": first.adapter}] if first.adapter else []
         salt = [{"type": "cache_salt", "salt": first.cache_salt}] if first.cache_salt else []
@@ -178,10 +203,12 @@ class BlockIndex:
             tokens.tolist(),
             len(first.token_ids) // tokens.itemsize,
             None,
-            tier,
+            shelf.tier,
             first.adapter,
             extra,
             None if first.has_snapshot is None else [name for name, block in run if block.has_snapshot],
+            shelf.group or None,
+            first.window,
         )
 
 
@@ -194,12 +221,12 @@ def _stores(event: KVEvent, name: int, tier: str) -> bool:
     return isinstance(event, BlockStored) and event.medium == tier and name in event.block_hashes
 
 
-def _remove(events: list[KVEvent], name: int, tier: str) -> None:
-    last = events[-1] if events else None
-    if isinstance(last, BlockRemoved) and last.medium == tier:
+def _remove(events: list[KVEvent], name: int, shelf: Shelf) -> None:
+    last, group = events[-1] if events else None, shelf.group or None
+    if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (shelf.tier, group):
         last.block_hashes.append(name)
     else:
-        events.append(BlockRemoved([name], tier))
+        events.append(BlockRemoved([name], shelf.tier, group))
 
 
 def _parents_first(blocks: dict[int, _Block]) -> Iterator[tuple[int, _Block]]:
@@ -258,17 +285,21 @@ class KvEvents:
         cache_salt: str | None = None,
         tier: str = GPU,
         has_states: bool = False,
+        group: int = 0,
+        window: int | None = None,
     ) -> None:
         """Notes a run of consecutive blocks with all their tokens. `parent`: the key of the block before;
-        None at the start of a sequence. `has_states`: there are recurrent layers."""
-        self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier, has_states))
+        None at the start of a sequence. `has_states`: there are recurrent layers. `group`, `window`: of the
+        layers."""
+        change = Stored(keys, parent, token_ids, adapter, cache_salt, tier, has_states, group, window)
+        self._changes.append(change)
 
     def snapshot_kept(self, key: bytes, tier: str, is_kept: bool) -> None:
         """Notes that a snapshot of states after a published block was kept, or is gone."""
         self._changes.append(Kept(key, tier, is_kept))
 
-    def removed(self, key: bytes, block: int) -> None:
-        self.removed_below(key, GPU)
+    def removed(self, key: bytes, group: int = 0) -> None:
+        self._changes.append(Removed(key, GPU, group))
 
     def removed_below(self, key: bytes, tier: str) -> None:
         self._changes.append(Removed(key, tier))
@@ -290,7 +321,9 @@ class KvEvents:
         """Checks that exactly these blocks are published as being on the device; `has_others`: some of them
         are not published."""
         self.flush()
-        published = self._ask(lambda: {block.key for block in self._index.tiers.get(GPU, {}).values()})
+        published = self._ask(
+            lambda: {block.key for block in self._index.shelves.get(Shelf(GPU), {}).values()}
+        )
         wrong = published - set(keys) if has_others else published ^ set(keys)
         assert not wrong, f"{len(published)} blocks are published, {len(keys)} are cached"
 

@@ -188,7 +188,7 @@ def test_a_continuation_starts_with_the_tail_that_was_prefetched(name, length, b
     assert first + rest == expected and cached == length
 
 
-def test_events_report_the_first_group_alone(name, build):
+def test_events_tell_further_groups_from_the_first(name, build):
     """A router hashes the tokens of each block, so blocks of other groups would count twice."""
     core = build(
         name,
@@ -200,8 +200,19 @@ def test_events_report_the_first_group_alone(name, build):
     one_by_one(core, [prompt])
     size = core.scheduler.blocks.groups[0].block_size
     events = [event for batch in core.events.drain() for event in batch.events]
+    further = [event for event in events if isinstance(event, BlockStored) and event.group_idx]
+    groups = core.scheduler.blocks.groups
+    for event in further:
+        group = groups[event.group_idx]
+        assert (event.kv_cache_spec_sliding_window, event.block_size) == (group.window, group.block_size)
+    reported = {event.group_idx for event in further}
+    assert reported <= {g for g, group in enumerate(groups) if group.window is not None and g}
     for medium in ("GPU", "CPU"):
-        stored = [event for event in events if isinstance(event, BlockStored) and event.medium == medium]
+        stored = [
+            event
+            for event in events
+            if isinstance(event, BlockStored) and event.medium == medium and not event.group_idx
+        ]
         blocks = {
             name: tuple(event.token_ids[i * size : (i + 1) * size])
             for event in stored

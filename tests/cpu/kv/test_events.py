@@ -167,7 +167,7 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
             view.apply(payload(events))
         assert view.blocks == {
             (tier, name): (block.parent, struct.unpack(f"{SIZE}I", block.token_ids))
-            for tier, blocks in index.tiers.items()
+            for (tier, _), blocks in index.shelves.items()
             for name, block in blocks.items()
         }
         seen = set()
@@ -329,7 +329,7 @@ def store(events, *token_ids):
 def test_batches_are_numbered_and_are_what_was_drained(publish):
     events, listener = publish()
     keys = store(events, *range(8))
-    events.removed(keys[1], 1)
+    events.removed(keys[1])
     events.flush()
     heard = [listener.hear() for _ in range(2)]
     assert [number for number, _ in heard] == [listener.last + 1, listener.last + 2]
@@ -351,7 +351,7 @@ def test_who_missed_some_asks_for_them_by_number(publish):
 def test_who_missed_too_much_gets_a_snapshot_under_the_last_number(publish):
     events, listener = publish(buffer_steps=3)
     keys = [store(events, i, i, i, i)[0] for i in range(6)]
-    events.removed(keys[0], 0)
+    events.removed(keys[0])
     events.flush()
     heard = [listener.hear() for _ in range(7)]
     last = heard[-1][0]
@@ -519,7 +519,7 @@ def stored(**fields):
                     "session_id": "x",
                 }
             ],
-            [stored()],
+            [stored(group_idx=0)],
         ),
         (
             [
@@ -583,7 +583,7 @@ def stored(**fields):
                 ["AllBlocksCleared"],
             ],
             [
-                stored(parent_block_hash=7, medium="STORAGE", lora_name="a"),
+                stored(parent_block_hash=7, medium="STORAGE", lora_name="a", group_idx=0),
                 BlockRemoved([1, 2], "GPU"),
                 AllBlocksCleared(),
             ],

@@ -1,0 +1,61 @@
+"""`WindowBlocks`: the blocks of one worker's layers that see a window of the last tokens, and how much of a
+prefix they leave. indexer.py has the blocks of the other layers.
+
+Such layers need the blocks of the window alone, so a block lost before it takes nothing from a prefix. One
+that is lost within the window does: the prefix ends where no window lacks a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Group:
+    window: int  # positions that a token sees, with its own
+    multiple: int  # a block of the group has this many of the worker's blocks
+    chains: set[int] = field(default_factory=set)  # chain hashes at the ends of its blocks
+    names: dict[int, int] = field(default_factory=dict)  # the worker's name of a block -> its chain hash
+
+
+class WindowBlocks:
+    """Blocks on the device. A block is known by the chain hash at its end, in the worker's block size."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.groups: dict[int, _Group] = {}
+
+    @property
+    def are_all(self) -> bool:
+        """True if the first group has a window, and so all of the worker's groups have one."""
+        return 0 in self.groups
+
+    def store(self, group: int, window: int, multiple: int, blocks: Iterable[tuple[int, int]]) -> None:
+        """Adds blocks of a group, by name and chain hash."""
+        own = self.groups.setdefault(group, _Group(window, multiple))
+        for name, chain in blocks:
+            own.names[name] = chain
+            own.chains.add(chain)
+
+    def remove(self, group: int, name: int) -> None:
+        """Removes a block by the worker's name; an unknown one changes nothing."""
+        own = self.groups.get(group)
+        if own is not None and (chain := own.names.pop(name, None)) is not None:
+            own.chains.discard(chain)
+
+    def longest(self, chain: Sequence[int], end: int) -> int:
+        """Returns the most of the chain's first `end` blocks after which every window has its blocks, as the
+        worker itself counts (shoal/kv/places.py)."""
+        largest = max(group.multiple for group in self.groups.values())
+        end, lacks_any = end // largest * largest, True
+        while lacks_any:
+            lacks_any = False
+            for group in self.groups.values():
+                step = group.multiple
+                first = max(0, end * self.block_size + 1 - group.window) // (step * self.block_size)
+                seen = chain[(first + 1) * step - 1 : end : step]
+                if not group.chains.issuperset(seen):
+                    missing = max(i for i, block in enumerate(seen, first) if block not in group.chains)
+                    end, lacks_any = missing * step // largest * largest, True
+        return end
