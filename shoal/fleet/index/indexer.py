@@ -63,7 +63,7 @@ class _IndexedWorker:
         self.names: list[dict[int, Node]] = [{} for _ in range(NUM_LEVELS)]
         # (tier, node) -> number of further names of this worker for the same block there.
         self.doubles: dict[tuple[int, Node], int] = {}
-        self.windows: WindowBlocks | None = None  # of layers with a window, if there are any
+        self.windows: WindowBlocks | None = None  # None: no layer has a window
 
     @property
     def num_blocks(self) -> int:

@@ -96,7 +96,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.shelves: dict[Shelf, dict[int, _Block]] = {}
-        self._windows: dict[int, tuple[int, int]] = {}  # of groups: a block's tokens, and the window
+        self._windows: dict[int, tuple[int, int]] = {}  # group -> tokens a block, and window
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
         """Returns the events of these changes, in their order. Changes without effect make no event:
