@@ -129,7 +129,9 @@ class StepLoop:
         for part in self._parts.before_launch:
             part.before_launch(options)
         launched_at = time.monotonic()
-        return InFlight(plan, self.ranks.step(packed, options or None), options.embeds, launched_at)
+        result = self.ranks.step(packed, options or None)
+        ran_until = time.monotonic() if result.done is None else None
+        return InFlight(plan, result, options.embeds, launched_at, ran_until)
 
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
@@ -147,10 +149,9 @@ class StepLoop:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = self.ranks.wait(step.result)
-        now = time.monotonic()
+        now = step.ran_until or time.monotonic()
         # It began when it was launched, or when the step before it ended.
-        seconds = now - max(step.launched_at, self._completed_at)
-        self._completed_at = now
+        seconds, self._completed_at = now - max(step.launched_at, self._completed_at), now
         results = self.scheduler.update(step.plan, tokens, step.result.reports)
         for part in self._parts.completed:
             part.completed(step.plan, seconds)

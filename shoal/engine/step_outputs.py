@@ -23,6 +23,7 @@ class InFlight:
     result: StepResult
     embeds: list[int]  # indices of the samples that result.embeddings holds, in its order
     launched_at: float  # seconds of the monotonic clock
+    ran_until: float | None = None  # None: it may still run
 
 
 def outputs_of(

@@ -253,8 +253,6 @@ class DraftLengths:
         were given to `learn` before. `head_s`: the part of the time that a head took."""
         num_accepted, self._num_accepted = self._num_accepted, 0
         seconds -= head_s
-        # On a CPU a step has run when it is launched. If the one before is completed after that, this one's
-        # time may be less than its head's.
         if seconds <= 0 or not self.is_adaptive:
             return
         self._budget += LOSS * seconds
