@@ -34,6 +34,8 @@ INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
+# MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
+MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -493,19 +495,22 @@ def choose_expert_tiles(
             for tiles, of in zip((gate_up, down), formats)
         )
     if slots:
-        gate_up = _split_slots(gate_up, num_slots, size, hidden, formats[0], gpu)
-        down = _split_slots(down, num_slots, hidden, size, formats[1], gpu)
+        gate_up = _split_slots(gate_up, num_slots, size, hidden, formats[0], True, gpu)
+        down = _split_slots(down, num_slots, hidden, size, formats[1], False, gpu)
     return ExpertTiles(gate_up, down, slots)
 
 
 def _split_slots(
-    tiles: RowTiles, num_slots: int, outs: int, inputs: int, of: ExpertFormat, gpu: GPU
+    tiles: RowTiles, num_slots: int, outs: int, inputs: int, of: ExpertFormat, gated: bool, gpu: GPU
 ) -> RowTiles:
     """Splits the inputs until the slots have as many programs as SMs take at once, for weights in fewer bits:
     a few programs are bound by their instructions there."""
     if of.bits == 16:
         return tiles
     at_once = SLOT_PROGRAMS * gpu.sms
+    if of.group == MXFP4_GROUP and not of.is_fp8:
+        tiles = _packed_tiles(tiles.rows, tiles.outs, inputs, of.bits, 3, num_stages=2)
+        at_once = (MXFP4_GATED_PROGRAMS if gated else MXFP4_PROGRAMS) * gpu.sms
     most = min(MAX_PACKED_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
     splits = at_once // (max(1, num_slots) * cdiv(outs, tiles.outs))
     return replace(tiles, splits=max(1, min(most, splits)))
@@ -523,6 +528,8 @@ def expert_tiles(block_rows: int, inputs: int, gated: bool, of: ExpertFormat, dt
         if block_rows <= 64:
             return RowTiles(block_rows, 64, 64, 4, 4)
         return RowTiles(block_rows, 128, 64, 8, 3)
+    if block_rows == 64 and of.bits == 4:
+        return _packed_tiles(64, 64, inputs, 4, 2 if gated else 1, num_stages=3 if gated else 4)
     if block_rows == 128:
         return _packed_tiles(block_rows, 64 if gated else 128, inputs, of.bits, 1, num_stages=3)
     return _whole_packed_tiles(block_rows, inputs, of.bits, gated)
