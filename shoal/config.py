@@ -179,8 +179,8 @@ class SpeculativeConfig:
         dataclasses.MISSING,
         'source of the drafts; "ngram": what followed the last tokens where they stood before in the prompt '
         'or the answer; "suffix": the same with the most frequent of all continuations; "eagle3": a draft '
-        'head, see `model`; "mtp": the head in the model\'s own checkpoint; "auto": ngram with good numbers, '
-        "and no drafts for a model or machine without a drafter",
+        'head, see `model`; "mtp": the head in the model\'s own checkpoint, or in `model`; "auto": ngram '
+        "with good numbers, and no drafts for a model or machine without a drafter",
         section="speculative_config",
         choices=("ngram", "suffix", "eagle3", "mtp", "auto"),
     )
@@ -220,7 +220,10 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = option(
         0.1, "suffix: drafts end where their estimated probability is lower", low=0, high=1
     )
-    model: str | None = option(None, "eagle3: folder or hub id of the draft head")
+    model: str | None = option(
+        None,
+        "eagle3: folder or hub id of the draft head; mtp: .gguf file of the head, if the model's lacks it",
+    )
     revision: str | None = option(None, "branch, tag or commit of that hub id")
     enable_adaptive_verification: bool = option(
         True,
@@ -252,10 +255,10 @@ class SpeculativeConfig:
                 "speculative_config.model must be the checkpoint of the draft head with method 'eagle3', got "
                 "None; give its folder or hub id"
             )
-        if self.method != "eagle3" and self.model is not None:
+        if not self.has_head and self.model is not None:
             raise ConfigError(
                 f"speculative_config.model must be left out with method {self.method!r}, got {self.model!r}; "
-                "it is for 'eagle3'"
+                "it is for 'eagle3' and 'mtp'"
             )
         if self.method == "auto":
             for name, number in AUTO_DRAFTS.items():

@@ -54,7 +54,7 @@ def config_from_gguf(
     if config["num_nextn_predict_layers"] and not any(name.startswith("blk.0.") for name in shapes):
         raise CheckpointError(
             f"{where}: the file holds a draft head alone, without the model's layers; name the model's own "
-            "file"
+            "file, and this one as speculative_config.model with method 'mtp'"
         )
     if names.layers:
         config["layer_types"] = _layers_by_tensors(shapes, names, config, where)

@@ -1,8 +1,9 @@
-"""`MtpFiles`: the MTP head in a model's own folder or GGUF file, quantized or not. Only the tensors need
-torch."""
+"""`MtpFiles`: the MTP head in a model's own folder or GGUF file, or in a GGUF file of its own, quantized or
+not. Of several blocks the first is read, which drafts all tokens. Only the tensors need torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from shoal.models.decoder import Decoder
     from shoal.models.heads.mtp import MtpHead
 
+logger = logging.getLogger(__name__)
+
 # the two ends of the vocabulary
 NORM = "model.norm.weight"
 ENDS = frozenset(name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
@@ -43,6 +46,7 @@ class MtpFiles:
     layers: ModelConfig  # the target's, with the head's layers
     family: MtpFamily
     head_names: HeadNames  # the family's for such files
+    is_apart: bool = False  # in a file of its own
 
     num_drafts = 1  # a step, as vLLM has it for a head of one module
 
@@ -111,6 +115,8 @@ class MtpFiles:
         """Raises CheckpointError unless the files hold the tensors of the head, and no others of it."""
         from shoal.models.shapes import mtp_shapes
 
+        if (count := self.target.num_draft_layers) > 1:
+            logger.info("%s: the first of %d MTP blocks drafts, the others are left out", self.path, count)
         found = self.stored.shapes(self.decoder, self._read_name)
         for name, shape in mtp_shapes(self.decoder, self.own):
             if name not in found:
@@ -137,7 +143,7 @@ class MtpFiles:
 
     def weight_files(self) -> list[Path]:
         """Files in addition to the target's, which hold the head."""
-        return []
+        return [self.path] if self.is_apart else []
 
     def tensors(self) -> Iterator[tuple[str, Loaded]]:
         """Yields the tensors under the module's names."""
@@ -179,6 +185,32 @@ def find_gguf_mtp(header: GGUFHeader, config: ModelConfig) -> MtpFiles | None:
     return _found(InGGUF(header), config, fields, family, family.gguf_names)
 
 
+def find_apart(header: GGUFHeader, target: GGUFHeader, config: ModelConfig) -> MtpFiles:
+    """Returns the MTP head in a GGUF file of its own, for the model of this config in the file `target`.
+    Raises CheckpointError if the file has none, or one of another model."""
+    path, architecture = header.path, target.metadata["general.architecture"]
+    found = header.metadata.get("general.architecture")
+    if found != architecture:
+        raise CheckpointError(
+            f"{path}: general.architecture of an MTP head must be {architecture!r}, as {target.path} has it, "
+            f"got {found!r:.80}; give the head of this model"
+        )
+    given = ConfigFields(
+        {key.removeprefix(f"{architecture}."): value for key, value in header.metadata.items()}, str(path)
+    )
+    count = given.count("nextn_predict_layers", 0, least=0)
+    num_layers, size = given.count("block_count") - count, given.count("embedding_length")
+    files = find_gguf_mtp(header, replace(config, num_draft_layers=count))
+    if files is None:
+        raise CheckpointError(f"{path} holds no MTP head; give another file as speculative_config.model")
+    if (num_layers, size) != (config.num_layers, config.hidden_size):
+        raise CheckpointError(
+            f"{path}: its MTP head was made for {num_layers} layers of size {size}, and {target.path} has "
+            f"{config.num_layers} of {config.hidden_size}; give the head of this model"
+        )
+    return replace(files, is_apart=True)
+
+
 def _found(
     stored: HeadTensors, config: ModelConfig, fields: ConfigFields, family: MtpFamily, names: HeadNames
 ) -> MtpFiles | None:
@@ -186,10 +218,10 @@ def _found(
     files = MtpFiles(stored, config, replace(config, layers=layers), family, names)
     if stored.is_there and not files.names:
         return None
-    if config.num_draft_layers > 1:
+    if config.num_draft_layers > 1 and not family.reads_first:
         raise CheckpointError(
-            f"{fields.where}: num_nextn_predict_layers must be 1 for method 'mtp', got "
-            f"{config.num_draft_layers}; choose another method, or leave speculative_config out: answers are "
-            "the same"
+            f"{fields.where}: num_nextn_predict_layers must be 1 for method 'mtp' with this architecture, "
+            f"got {config.num_draft_layers}; choose another method, or leave speculative_config out: answers "
+            "are the same"
         )
     return files

@@ -30,7 +30,7 @@ from shoal.weights.gguf_ollama import as_llama_cpp
 from shoal.weights.heads import HeadFiles
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
-from shoal.weights.mtp_files import MtpFiles, find_gguf_mtp, find_mtp
+from shoal.weights.mtp_files import MtpFiles, find_apart, find_gguf_mtp, find_mtp
 from shoal.weights.packaged_models import BY_FILE, PACKAGED
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 
@@ -96,7 +96,7 @@ class CheckpointFiles:
         if options is None or not options.has_head:
             return self
         if options.method == "mtp":
-            return self.with_own_head()
+            return self.with_own_head() if options.model is None else self._with_apart(options.model)
         assert options.model is not None
         head = resolve_eagle3(options.model, options.revision, download_dir)
         head.config.check_target(self.config, str(head.path))
@@ -112,6 +112,17 @@ class CheckpointFiles:
             )
         return replace(self, head=head)
 
+    def _with_apart(self, model: str) -> CheckpointFiles:
+        """Returns the files with the MTP head in this GGUF file. Raises ConfigError for a model in a
+        folder."""
+        if self.file is None:
+            raise ConfigError(
+                f"speculative_config.model must be left out with method 'mtp' for {self.path}, got "
+                f"{model!r:.200}; a head in a file of its own goes with a model in a .gguf file"
+            )
+        head = _gguf_file(Path(model).expanduser())
+        return replace(self, head=find_apart(head.header, self.header, self._own_config))
+
     def find_own_head(self) -> MtpFiles | None:
         """Returns the checkpoint's own MTP head, or None if it has none. Raises CheckpointError for a head
         that is not supported."""
@@ -123,7 +134,7 @@ class CheckpointFiles:
     def following(self, head: HeadFiles | None) -> CheckpointFiles:
         """Returns the files with the draft head that an engine has under these weights if it had `head`
         before: the MTP head that they hold, or else the same one."""
-        own = self.find_own_head() if isinstance(head, MtpFiles) else None
+        own = self.find_own_head() if isinstance(head, MtpFiles) and not head.is_apart else None
         return replace(self, head=own or head)
 
     @cached_property
@@ -212,10 +223,13 @@ class CheckpointFiles:
         """The bytes of the tensors of a GGUF file that are read, or of all in a folder whose config says that
         they are quantized; else None. In a folder without weights, the bytes that their quants would take."""
         if self.file is not None:
-            first, count = self.config.num_layers, 0 if self.head else self.config.num_draft_layers
+            apart = self.head if isinstance(self.head, MtpFiles) and self.head.is_apart else None
+            first, is_read = self.config.num_layers, self.head is not None and apart is None
+            count = 0 if is_read else self.config.num_draft_layers
             unread = tuple(f"blk.{i}." for i in range(first, first + count))
             tensors = self.header.tensors.values()
-            return sum(info.num_bytes for info in tensors if not info.name.startswith(unread))
+            of_head = 0 if apart is None else apart.path.stat().st_size
+            return of_head + sum(info.num_bytes for info in tensors if not info.name.startswith(unread))
         if self.config.quantization is None:
             return None
         if not has_weights(self.folder):

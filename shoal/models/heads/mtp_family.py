@@ -38,6 +38,8 @@ class MtpFamily:
     # The head's layers, from the target's config and the fields of config.json; a GGUF file has no fields.
     layers: Callable[[ModelConfig, ConfigFields], tuple[LayerKind, ...]]
     shares_norm: bool = False  # its last norm is the target's
+    # whether `names` finds the first of several blocks, which then drafts all tokens
+    reads_first: bool = True
     # The names of a GGUF file's tensors after weights/gguf.py has translated them. None: no known GGUF file
     # has such a head.
     gguf_names: HeadNames | None = one_more_layer

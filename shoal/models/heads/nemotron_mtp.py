@@ -65,4 +65,6 @@ def gguf_names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
     }
 
 
-FAMILY = MtpFamily(architectures=("nemotron_h",), names=names, layers=layers, gguf_names=gguf_names)
+FAMILY = MtpFamily(
+    architectures=("nemotron_h",), names=names, layers=layers, reads_first=False, gguf_names=gguf_names
+)

@@ -3,6 +3,8 @@ the target's experts if it has some."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.config_fields import ConfigFields
 from shoal.models.heads.mtp_family import MtpFamily
@@ -12,16 +14,19 @@ def layers(config: ModelConfig, fields: ConfigFields) -> tuple[LayerKind, ...]:
     return (next(kind for kind in reversed(config.layers) if kind.attention is not None),)
 
 
+def names(config: ModelConfig, num_layers: int) -> Mapping[str, str]:
+    """Returns the names of the first layer if there are several."""
+    own = {"mtp.layers.0.": "layers.0."} if config.num_draft_layers > 1 else {"mtp.layers.": "layers."}
+    return {**NAMES, **own}
+
+
 NAMES = {
     "mtp.fc.": "fc.",
     "mtp.pre_fc_norm_embedding.": "embedding_norm.",
     "mtp.pre_fc_norm_hidden.": "hidden_norm.",
-    "mtp.layers.": "layers.",
     "mtp.norm.": "norm.",
     "mtp.embed_tokens.": "embed_tokens.",
 }
 FAMILY = MtpFamily(
-    architectures=("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-    names=lambda config, num_layers: NAMES,
-    layers=layers,
+    architectures=("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), names=names, layers=layers
 )

@@ -2,6 +2,7 @@
 those without drafts."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -87,12 +88,46 @@ def test_the_target_alone_does_without_the_head(root, build):
     assert answer(core, PROMPT, 12) == tiny.greedy(folder, PROMPT, 12)
 
 
-def test_a_head_of_several_modules_is_refused_by_name(root, build, tmp_path):
-    folder = tmp_path / "several"
-    shutil.copytree(write_mtp(root, "qwen3.5"), folder)
-    config = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers must be 1 for method 'mtp', got 2"):
+def of_two_blocks(root, name, target):
+    """The checkpoint with a second block of other numbers after the head's."""
+    shutil.copytree(write_mtp(root, name), target)
+    tensors, config = (
+        load_file(target / "model.safetensors"),
+        json.loads((target / "config.json").read_text()),
+    )
+    number = config["num_hidden_layers"]
+    prefixes = {f"model.layers.{number}.": f"model.layers.{number + 1}.", "mtp.layers.0.": "mtp.layers.1."}
+    prefixes |= {f"model.mtp_{own}.0.": f"model.mtp_{own}.1." for own in ("block", "emb_norm", "hidden_norm")}
+    prefixes["model.mtp_linear_proj.0."] = "model.mtp_linear_proj.1."
+    for key, tensor in [*tensors.items()]:
+        for prefix, other in prefixes.items():
+            if key.startswith(prefix):
+                tensors[key.replace(prefix, other)] = tensor * -2
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    key = "mtp_num_hidden_layers" if name in QWENS else "num_nextn_predict_layers"
+    (target / "config.json").write_text(json.dumps(config | {key: 2}))
+    return target
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "qwen3.5", ERNIE])
+def test_of_several_blocks_the_first_drafts_all_tokens(name, root, build, tmp_path, caplog):
+    folder, drafts = of_two_blocks(root, name, tmp_path / "two"), []
+    for own in (folder, write_mtp(root, name)):
+        with caplog.at_level(logging.INFO):
+            core, found = build(own), []
+        rows = core.ranks.runner.drafting.rows
+        answer(core, PROMPT, 12, lambda _, rows=rows, found=found: found.append(rows.drafts_RK[0].tolist()))
+        drafts.append(found)
+    assert drafts[0] == drafts[1]
+    assert "the first of 2 MTP blocks drafts" in caplog.text
+    assert answer(build(folder, speculative_config=None), PROMPT, 12) == answer(build(folder), PROMPT, 12)
+
+
+def test_several_blocks_of_unknown_names_are_refused(root, build, tmp_path):
+    folder = of_two_blocks(root, NEMOTRONS[0], tmp_path / "two")
+    with pytest.raises(
+        CheckpointError, match="num_nextn_predict_layers must be 1 for method 'mtp' with this"
+    ):
         build(folder)
 
 

@@ -6,6 +6,8 @@ import gguf
 import pytest
 from safetensors.torch import load_file, save_file
 
+from shoal import SamplingParams
+from shoal.api import Request
 from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, ConfigError
 from shoal.weights.source import resolve
@@ -210,12 +212,98 @@ def test_a_head_without_its_model_is_refused_by_name(root, build, tmp_path):
         build(path)
 
 
-def test_a_head_of_several_blocks_is_refused_by_name(root, build, tmp_path):
+def twice(convert):
+    """A Convert that writes the head's block, and a second one of other numbers."""
+
+    def converted(name, tensor, config):
+        last = config["num_hidden_layers"]
+        found = convert(name, tensor, config)
+        own = {key: part for key, part in found.items() if f".layers.{last}." in key or f"blk.{last}." in key}
+        second = {
+            key.replace(f".layers.{last}.", f".layers.{last + 1}.").replace(
+                f"blk.{last}.", f"blk.{last + 1}."
+            ): part * -2
+            for key, part in own.items()
+        }
+        return found | second
+
+    return converted
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "qwen3.5"])
+def test_of_several_blocks_the_first_drafts_all_tokens(name, root, build, tmp_path):
+    folder, _ = mtp_gguf.write(root, name)
+    architecture, metadata, convert = mtp_gguf.FILES[name]
     path = tmp_path / "m.gguf"
+    gguf_files.write(path, folder, architecture, metadata, twice(convert), num_heads=2)
+    assert_drafts(build(path, max_num_batched_tokens=16), folder)
+    assert answer(build(path, speculative_config=None), PROMPT, 12) == tiny.greedy(folder, PROMPT, 12)
+
+
+def write_apart(folder, name, tmp_path):
+    """Writes the model without its head, and the head alone, as llama.cpp's converter does with --no-mtp and --mtp."""
+    architecture, metadata, convert = mtp_gguf.FILES[name]
+
+    def has_layer(key, number):
+        return f".layers.{number}." in key or key.startswith(f"blk.{number}.")
+
+    def model_alone(key, tensor, config):
+        last, found = config["num_hidden_layers"], convert(key, tensor, config)
+        return {own: part for own, part in found.items() if not has_layer(own, last)}
+
+    def head_alone(key, tensor, config):
+        found, layers = convert(key, tensor, config), range(config["num_hidden_layers"])
+        return {own: part for own, part in found.items() if not any(has_layer(own, i) for i in layers)}
+
+    model, head = tmp_path / "m.gguf", tmp_path / "mtp-m.gguf"
+    gguf_files.write(model, folder, architecture, metadata, model_alone)
+    gguf_files.write(head, folder, architecture, metadata, head_alone, num_heads=1)
+    return model, head
+
+
+def of_file(head, **options):
+    options = dict(num_speculative_tokens=K, enable_adaptive_verification=False) | options
+    return dict(method="mtp", model=str(head), **options)
+
+
+@pytest.mark.parametrize(
+    "name, ranks", [("glm4-moe", 1), ("glm4-moe", 2), ("qwen3.5-moe", 1), ("deepseek-v3", 1)]
+)
+def test_a_head_in_a_file_of_its_own_drafts_the_same(name, ranks, root, build, tmp_path):
+    folder, _ = mtp_gguf.write(root, name)
+    model, head = write_apart(folder, name, tmp_path)
+    assert_drafts(build(model, speculative_config=of_file(head), tensor_parallel_size=ranks), folder)
+
+
+def test_sampled_answers_with_a_head_in_a_file_of_its_own_are_those_without(root, build, tmp_path):
     folder, _ = mtp_gguf.write(root, "glm4-moe")
-    gguf_files.write(path, folder, "glm4moe", add_glm, mtp_gguf.with_head(None, {}), num_heads=2)
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers must be 1 for method 'mtp', got 2"):
-        build(path)
+    model, head = write_apart(folder, "glm4-moe", tmp_path)
+    answers = []
+    for options in (of_file(head), None):
+        core, found = build(model, speculative_config=options), []
+        for seed in range(6):
+            params = SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=16, ignore_eos=True)
+            core.add(Request(str(seed), PROMPT, params))
+            while core.has_work:
+                found += [token for output in core.step() for token in output.token_ids]
+        answers.append(found)
+    assert answers[0] == answers[1]
+
+
+def test_a_head_of_another_model_is_refused_by_name(root, build, tmp_path):
+    (tmp_path / "other").mkdir()
+    folder, _ = mtp_gguf.write(root, "glm4-moe")
+    model, head = write_apart(folder, "glm4-moe", tmp_path)
+    _, other = write_apart(mtp_gguf.write(root, "qwen3.5-moe")[0], "qwen3.5-moe", tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"general\.architecture of an MTP head must be 'glm4moe'"):
+        build(model, speculative_config=of_file(other))
+    with pytest.raises(CheckpointError, match=f"{model} holds no MTP head"):
+        build(model, speculative_config=of_file(model))
+    with pytest.raises(ConfigError, match="a head in a file of its own goes with a model"):
+        build(folder, speculative_config=of_file(head))
+    wide = mtp_gguf.write(root / "wide", "glm4-moe", **WIDE)[1]
+    with pytest.raises(CheckpointError, match=r"was made for 3 layers of size 48, and .* has 3 of 64"):
+        build(wide, speculative_config=of_file(head))
 
 
 def test_heads_of_unknown_form_are_refused_by_name(build, tmp_path):
