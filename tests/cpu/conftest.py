@@ -2,11 +2,20 @@
 process of its own."""
 
 import os
+import sys
 
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, so before any test module is
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would only wait for each other
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_interpreter():
+    if "triton.runtime.interpreter" in sys.modules:
+        from quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture(scope="module")

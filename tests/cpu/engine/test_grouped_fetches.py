@@ -304,7 +304,7 @@ def run_trace(seed: int) -> Counter[str]:
             if not scheduler.has_work:
                 prefetches.aborted(held)
     assert not scheduler.has_work, "sequences that do not end"
-    for _ in range(200):
+    for _ in range(20):
         offloader.tick()
     seen["preempted"] += scheduler.stats().num_preemptions
     seen["hits of tiers and workers"] += scheduler.stats().external_prefix_cache_hits
