@@ -4,6 +4,7 @@ it."""
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,28 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place[item.path])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collections():
-    """Freezes the objects that exist before a module's first test, so that collections leave them out. An engine
-    collects at its end,
-    and to look at all that torch and transformers have made takes it a hundred times as long as a tiny
-    engine's whole life else."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests make millions of objects, none of which is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+frozen = None
+
+
+def pytest_runtest_setup(item):
+    """Freezes the objects that exist before a file's first test, and again after a test that has imported much, so
+    that collections leave them out. An engine collects at its end, and to look at all that torch and transformers
+    have made takes it a hundred times as long as a tiny engine's whole life else."""
+    global frozen
+    if frozen != (now := (item.path, len(sys.modules) // 100)):
+        gc.collect()
+        gc.freeze()
+        frozen = now
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,9 @@ def run_rank(folder: Path, rank: int, size: int, turns: int, start: int) -> None
         all_reduce,
         all_reduce_add_rms_norm,
     )
+    from tests.cpu.quick_interpreter import quicken
 
+    quicken()
     buffers = []
     for other in range(size):
         with (folder / f"{other}").open("r+b") as file:
