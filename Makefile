@@ -18,7 +18,7 @@ TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/d
 
 # The tests run in that many processes, those of a file in one of them, in the order of tests/conftest.py: more than the two cores that
 # CI has, as many wait for processes of their own or for time to pass. Each takes about a GB. A GPU has room for one.
-JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 5)
+JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 4)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-rare test-clients check format docs vendor test-gpu bench bench-gpu clean
