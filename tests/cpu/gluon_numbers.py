@@ -1,6 +1,7 @@
-"""Runs a kernel of the rings of fewer bits without a GPU and without Triton: what Gluon's functions mean for
-whole tensors, in torch, one program after the other. Layouts, barriers and threads mean nothing here: this
-finds a wrong index, place or turn, and tests/gpu what a compiler or a race makes of the right ones.
+"""Runs a Gluon kernel without a GPU and without Triton: what Gluon's functions mean for whole tensors, in torch,
+one program after the other. The partitions of a program take turns where one of them waits. Layouts and threads
+mean nothing here: this finds a wrong index, place or turn, and tests/gpu what a compiler or a race makes of the
+right ones.
 
 Gluon has no interpreter of its own. `load` reads a kernel's file once more with these functions in place of
 Triton's.
@@ -8,8 +9,11 @@ Triton's.
 
 from __future__ import annotations
 
+import inspect
+import threading
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +134,8 @@ class Function:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
             taken = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            known = inspect.signature(self.function).parameters
+            kwargs = {name: arg for name, arg in kwargs.items() if name in known}
             self.machine.programs = grid[0]
             for self.machine.program in range(grid[0]):
                 self(*taken, **kwargs)
@@ -145,6 +151,7 @@ class Shared:
 
     shape = property(lambda self: tuple(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
+    layout = None
 
     def index(self, i: int) -> Shared:
         assert 0 <= i < len(self.data)
@@ -173,7 +180,7 @@ class Descriptor:
     ) -> None:
         self.base = base.as_strided(shape, strides)
         self.block, self.layout, self.dtype = block, layout, base.dtype
-        self.block_type = types.SimpleNamespace(nbytes=int(np.prod(block)) * base.itemsize)
+        self.block_type = types.SimpleNamespace(nbytes=int(np.prod(block)) * base.itemsize, shape=block)
 
     def box(self, at: list[int]) -> torch.Tensor:
         found = torch.zeros(self.block, dtype=torch.float64 if self.dtype == FP8 else self.dtype)
@@ -186,14 +193,92 @@ class Descriptor:
         return found.to(self.dtype)
 
 
-class Machine:
-    """A program's view: its number, the grid's, and barriers, which check that copies and waits meet."""
+@dataclass
+class Barrier:
+    """A phase ends when all arrivals and all bytes that it waits for have come."""
 
-    def __init__(self) -> None:
+    count: int
+    left: int
+    bytes_left: int = 0
+    phase: int = 0
+
+    def arrive(self, arrivals: int = 1, num_bytes: int = 0) -> None:
+        self.left -= arrivals
+        self.bytes_left += num_bytes
+        assert self.left >= 0, "more arrivals than the barrier counts"
+        if self.left == self.bytes_left == 0:
+            self.left, self.phase = self.count, self.phase + 1
+
+
+class Partitions:
+    """The partitions of a program: threads of which one runs, until it waits for another one. `turns`: the
+    order in which they run first."""
+
+    def __init__(
+        self, functions: list[tuple[Callable[..., None], tuple[object, ...]]], turns: list[int]
+    ) -> None:
+        self.changed = threading.Condition()
+        self.turns, self.waits = list(turns), 0
+        self.error: BaseException | None = None
+        self.threads = [threading.Thread(target=self._run, args=(i, *one)) for i, one in enumerate(functions)]
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.start()
+        for thread in self.threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, number: int, function: Callable[..., None], args: tuple[object, ...]) -> None:
+        try:
+            self._await_turn(number)
+            function(*args)
+        except BaseException as error:  # noqa: BLE001 -- raised where the program began
+            self.error = self.error or error
+        with self.changed:
+            self.waits = 0
+            if number in self.turns:
+                self.turns.remove(number)
+            self.changed.notify_all()
+
+    def _await_turn(self, number: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.error is not None or self.turns[0] == number)
+        if self.error is not None:
+            raise RuntimeError("another partition failed")
+
+    def pause(self) -> None:
+        """Lets the next partition run until this one's turn comes again."""
+        with self.changed:
+            self.waits += 1
+            assert self.waits <= len(self.turns), "a wait that would never end"
+            number = self.turns.pop(0)
+            self.turns.append(number)
+            self.changed.notify_all()
+        self._await_turn(number)
+
+
+class Machine:
+    """A program's view: its number, the grid's, and barriers, which check that copies and waits meet. `turns`:
+    the order in which partitions run first, where there are some."""
+
+    def __init__(self, turns: tuple[int, ...] = ()) -> None:
         self.program = self.programs = 0
+        self.turns = turns
+        self.barriers: dict[int, Barrier] = {}
+        self.partitions: Partitions | None = None
+
+    def warp_specialize(self, functions: list, warps: list[int], registers: list[int]) -> None:
+        assert len(functions) == len(self.turns) == len(warps) + 1 == len(registers) + 1
+        self.partitions = Partitions(functions, list(self.turns))
+        self.partitions.join()
+        self.partitions = None
 
     def gl(self) -> types.SimpleNamespace:
-        def load(ptr: Pointer, mask: Value | None = None, other: float = 0.0) -> Value:
+        def load(ptr: Pointer, mask: Value | None = None, other: float = 0.0) -> Value | Number:
+            if not isinstance(ptr.at, Value):
+                return Number(int(ptr.memory[ptr.at]))
             at = ptr.at.data.long()
             inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data
             found = ptr.memory[torch.where(inside, at, 0)]
@@ -233,6 +318,8 @@ class Machine:
             sum=lambda x, axis: Value(x.data.sum(axis)),
             max=lambda x, axis: Value(x.data.amax(axis)),
             maximum=lambda a, b: Value(a.data.clamp(min=b)),
+            minimum=lambda a, b: Number(min(int(a), int(b))),
+            warp_specialize=self.warp_specialize,
             abs=lambda x: Value(x.data.abs()),
             rsqrt=lambda x: Value(x.data.rsqrt()),
             join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
@@ -266,22 +353,35 @@ class Machine:
         return types.SimpleNamespace(**names)
 
     def mbarrier(self) -> types.SimpleNamespace:
-        """A barrier is [bytes that are wanted, its phase]: a copy takes its bytes, and the last one ends the
-        phase."""
+        def state(barrier: Shared) -> Barrier:
+            return self.barriers[barrier.data.data_ptr()]
+
+        def init(barrier: Shared, count: int) -> None:
+            self.barriers[barrier.data.data_ptr()] = Barrier(count, count)
 
         def expect(barrier: Shared, num_bytes: int, pred: bool = True) -> None:
             if pred:
-                assert int(barrier.data[0]) & 0xFFFFFFFF == 0, "the place is still being filled"
-                barrier.data[0] += num_bytes
+                assert state(barrier).bytes_left == 0, "the place is still being filled"
+                state(barrier).arrive(1, num_bytes)
+
+        def arrive(barrier: Shared, pred: bool = True) -> None:
+            if pred:
+                state(barrier).arrive()
 
         def wait(barrier: Shared, parity: int) -> None:
-            assert int(barrier.data[0]) >> 32 & 1 != parity, "a wait that would never end"
-
-        def init(barrier: Shared, count: int) -> None:
-            barrier.data[0] = 0
+            while state(barrier).phase & 1 == parity:
+                assert self.partitions is not None, "a wait that would never end"
+                self.partitions.pause()
+            if self.partitions is not None:
+                self.partitions.waits = 0
 
         return types.SimpleNamespace(
-            expect=expect, wait=wait, init=init, invalidate=lambda _: None, MBarrierLayout=lambda: None
+            expect=expect,
+            arrive=arrive,
+            wait=wait,
+            init=init,
+            invalidate=lambda _: None,
+            MBarrierLayout=lambda: None,
         )
 
     def tma(self) -> types.SimpleNamespace:
@@ -289,16 +389,29 @@ class Machine:
             if pred:
                 box = desc.box(at)
                 target.store(Value(box))
-                barrier.data[0] -= desc.block_type.nbytes
-                if int(barrier.data[0]) & 0xFFFFFFFF == 0:
-                    barrier.data[0] += 1 << 32
+                self.barriers[barrier.data.data_ptr()].arrive(0, -desc.block_type.nbytes)
 
         return types.SimpleNamespace(async_copy_global_to_shared=copy)
 
+    def async_copy(self, threads: int = 128) -> types.SimpleNamespace:
+        """Copies by the threads of a partition, each of which arrives."""
 
-def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool, is_async: bool) -> Value:
-    assert not use_acc
-    return Value(a.data.to(torch.float32) @ b.data.to(torch.float32))
+        def copy(target: Shared, ptrs: Pointer, mask: Value) -> None:
+            at = ptrs.at.data.long()
+            inside = mask.data.expand(at.shape)
+            found = ptrs.memory[torch.where(inside, at, 0)]
+            target.store(Value(torch.where(inside, found, torch.zeros_like(found))))
+
+        def arrive(barrier: Shared, increment_count: bool) -> None:
+            assert not increment_count
+            self.barriers[barrier.data.data_ptr()].arrive(threads)
+
+        return types.SimpleNamespace(async_copy_global_to_shared=copy, mbarrier_arrive=arrive)
+
+
+def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    result = a.data.to(torch.float32) @ b.data.to(torch.float32)
+    return Value(result + sums.data if use_acc else result)
 
 
 def load(machine: Machine, name: str, others: dict[str, object]) -> types.SimpleNamespace:
@@ -314,11 +427,16 @@ def load(machine: Machine, name: str, others: dict[str, object]) -> types.Simple
             skipping = line != ")"
             continue
         lines.append(line.replace(".value", ""))
+
+    def jit(function: Callable[..., object] | None = None, **options: object) -> object:
+        return jit if function is None else Function(machine, function)
+
     space: dict[str, object] = dict(
-        gluon=types.SimpleNamespace(jit=lambda function: Function(machine, function)),
+        gluon=types.SimpleNamespace(jit=jit, constexpr_function=lambda function: function),
         gl=machine.gl(),
         mbarrier=machine.mbarrier(),
         tma=machine.tma(),
+        async_copy=machine.async_copy(),
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=lambda _, deps: deps if len(deps) > 1 else deps[0],
         fence_async_shared=lambda: None,

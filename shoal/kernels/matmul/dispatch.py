@@ -24,6 +24,7 @@ MIN_ROWS = 2
 MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
+HOPPER_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")  # what hopper_experts.py ends with
 # hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
 # hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
@@ -73,6 +74,8 @@ class Limits:
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
     # fp8 too.
     widened_rows: int = 16
+    # The fewest rows of an expert, on average, for Hopper's kernel of experts.
+    expert_rows: int = 64
 
 
 REFERENCE_SMS = 132  # an H200's
@@ -448,11 +451,13 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
 
 
 class ExpertTiles(NamedTuple):
-    """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own."""
+    """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. `hopper`:
+    hopper_experts.py multiplies, whose tiles are its own but for their rows."""
 
     gate_up: RowTiles
     down: RowTiles
     slots: bool
+    hopper: bool = False
 
 
 class ExpertFormat(NamedTuple):
@@ -471,6 +476,8 @@ def choose_expert_tiles(
     formats: tuple[ExpertFormat, ExpertFormat],
     dtype: torch.dtype,
     gpu: GPU,
+    activation: str = "silu",
+    biases: bool = False,
 ) -> ExpertTiles:
     """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
     deep and have little padding. Many rows are bound by arithmetic. So few slots that they rarely meet at an
@@ -485,6 +492,9 @@ def choose_expert_tiles(
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
+    hopper = not biases and _is_for_hopper_experts(rows, sizes, formats, dtype, activation, gpu)
+    if hopper:
+        block_rows = 128
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
     if not gpu.hopper and block_rows == 128:  # Sums of gate and up beside each other spill there.
@@ -497,7 +507,28 @@ def choose_expert_tiles(
     if slots:
         gate_up = _split_slots(gate_up, num_slots, size, hidden, formats[0], True, gpu)
         down = _split_slots(down, num_slots, hidden, size, formats[1], False, gpu)
-    return ExpertTiles(gate_up, down, slots)
+    return ExpertTiles(gate_up, down, slots, hopper)
+
+
+def _is_for_hopper_experts(
+    rows: float,
+    sizes: tuple[int, int],
+    formats: tuple[ExpertFormat, ExpertFormat],
+    dtype: torch.dtype,
+    activation: str,
+    gpu: GPU,
+) -> bool:
+    """Says if these are many rows of plain weights, of sizes that TMA can read, 16 bytes at a time. A row is
+    copied in whole steps of 64 inputs."""
+    hidden, size = sizes
+    return (
+        gpu.hopper
+        and rows >= gpu.limits.expert_rows
+        and all(of.bits == 16 for of in formats)
+        and dtype in TENSOR_TYPES
+        and activation in HOPPER_EXPERT_ACTIVATIONS
+        and hidden % 64 == size % 8 == 0
+    )
 
 
 def _split_slots(

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shoal.kernels.hopper import barrier
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.hopper_linear import descriptor, silu_mul
+from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul
 from shoal.kernels.rounding import cdiv
 
 ROWS: gl.constexpr = gl.constexpr(64)  # rows of a warpgroup
@@ -98,7 +98,7 @@ def _multiply(
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
         gate, up = gl.split(sums.reshape((ROWS, 2, BLOCK_F)).permute((0, 2, 1)))
-        result = silu_mul(gate, up, dtype)
+        result = gate_mul(gate, up, "silu", dtype)
         tma.store_wait(0)  # TMA has read the results of the tile before.
         barrier()
         out_smem.store(result)

@@ -88,27 +88,35 @@ def _rounded(sums, dtype: gl.constexpr):
 
 
 @gluon.jit
-def silu_mul(gate, up, dtype: gl.constexpr):
-    """silu(gate) * up of float32 sums, each rounded first, as a matmul of its own would be. SiLU is x / (1 +
-    exp(-x)) to the bit, but 0 below -87: what exp and the quotient do for results below 2^-126 would triple
-    its multiplications."""
-    gate = _rounded(gate, dtype)
-    silu = gl.inline_asm_elementwise(
+def _times_sigmoid(x, z):
+    """x / (1 + exp(-z)) to the bit, but 0 for z below -87: what exp and the quotient do for results below
+    2^-126 would triple its multiplications."""
+    return gl.inline_asm_elementwise(
         """{
         .reg .f32 y;
-        mul.f32 y, $1, 0fBFB8AA3B;    // -log2(e)
+        mul.f32 y, $2, 0fBFB8AA3B;    // -log2(e)
         ex2.approx.ftz.f32 y, y;
         add.f32 y, y, 0f3F800000;
         rcp.approx.ftz.f32 y, y;
         mul.f32 $0, $1, y;
         }""",
-        "=f,f",
-        [gate],
+        "=f,f,f",
+        [x, z],
         gl.float32,
         True,
         1,
     )
-    return (silu * _rounded(up, dtype)).to(dtype)
+
+
+@gluon.jit
+def gate_mul(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """activation(gate) * up of float32 sums, each rounded first, as a matmul of its own would be. The
+    activations are activation.py's."""
+    gate = _rounded(gate, dtype)
+    z = gate
+    if ACTIVATION == "gelu_tanh":
+        z = gate * (1.5957691216 + 0.0713548163 * gate * gate)
+    return (_times_sigmoid(gate, z) * _rounded(up, dtype)).to(dtype)
 
 
 @gluon.jit
@@ -269,7 +277,7 @@ def hopper_kernel(
                 .to(gl.float32)
                 .expand_dims(1 if SWAP else 0)
             )
-    result = silu_mul(sums, up_sums, DTYPE) if GATED else sums.to(DTYPE)
+    result = gate_mul(sums, up_sums, "silu", DTYPE) if GATED else sums.to(DTYPE)
     if SWAP:
         result = result.permute((1, 0))
     result = gl.convert_layout(result, wide)

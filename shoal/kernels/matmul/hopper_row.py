@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.hopper_linear import silu_mul, wait_for_inputs
+from shoal.kernels.matmul.hopper_linear import gate_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -63,7 +63,7 @@ def row_epilogue(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.co
         result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
         if GATED:
             up += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32)
-    return silu_mul(result, up, dtype) if GATED else result.to(dtype)
+    return gate_mul(result, up, "silu", dtype) if GATED else result.to(dtype)
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Mixture of experts in Triton, for a captured graph: no count reaches the host, and grids are upper bounds.
 
-A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py):
+A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py, or
+hopper_experts.py for many rows):
 
 1. route.py chooses each token's experts, and numbers the slots of each expert.
 2. `_arrange` lists the slots expert by expert, and cuts each expert's part of the list into tiles.
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertTiles, choose_expert_tiles, gpu_of
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
@@ -28,6 +30,9 @@ from shoal.kernels.moe.route import route
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.experts import Activation, Router
+
+if HAS_GLUON:
+    from shoal.kernels.matmul import hopper_experts
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
@@ -47,8 +52,8 @@ def _arrange(
     PDL: tl.constexpr,
 ):
     """Writes the list of all slots, expert by expert, and for each tile its expert and where its slots start
-    and end in that list (-1, 0 and 0: the tile is not used). A program writes some slots, and of each expert
-    every n-th tile, where n is the number of programs."""
+    and end in that list (-1, 0 and 0: the tile is not used); and last, the number of used tiles. A program
+    writes some slots, and of each expert every n-th tile, where n is the number of programs."""
     wait_for_inputs(PDL)
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
@@ -61,7 +66,9 @@ def _arrange(
 
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     last_tiles = tl.cumsum(tiles, axis=0)
-    unused = (i >= tl.sum(tiles, axis=0)) & (i < num_tiles)
+    num_used = tl.sum(tiles, axis=0)
+    tl.store(tiles_ptr + num_tiles * 3, num_used)
+    unused = (i >= num_used) & (i < num_tiles)
     tl.store(tiles_ptr + i * 3, -1, mask=unused)
     tl.store(tiles_ptr + i * 3 + 1, 0, mask=unused)
     tl.store(tiles_ptr + i * 3 + 2, 0, mask=unused)
@@ -123,6 +130,8 @@ def moe(
         (_format(first), _format(second)),
         x_TD.dtype,
         gpu_of(x_TD.device),
+        activation.kind,
+        weights.b13 is not None or weights.b2 is not None,
     )
     return moe_with(tiles, x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
 
@@ -165,8 +174,13 @@ def moe_with(
     listed = _arranged(experts, ranks, counts, tiles.gate_up.rows, top_k)
     assert tiles.gate_up.rows == tiles.down.rows
     slots_out = x_TD.new_empty((num_slots, hidden))
-    tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=listed)
-    tile_matmul(tiles.down, hidden_states, w2, weights.b2, slots_out, rows=listed)
+    if tiles.hopper:
+        assert weights.b13 is None and weights.b2 is None
+        hopper_experts.hopper_experts_matmul(x_TD, w13, hidden_states, listed, activation)
+        hopper_experts.hopper_experts_matmul(hidden_states, w2, slots_out, listed)
+    else:
+        tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=listed)
+        tile_matmul(tiles.down, hidden_states, w2, weights.b2, slots_out, rows=listed)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
         slots_out, shares, out_TD, hidden, K=top_k, ADD=add, BLOCK=block, **pdl_options()
@@ -182,7 +196,7 @@ def _arranged(
     # An expert fills all its tiles but one.
     num_tiles = min(num_slots, cdiv(num_slots, block_rows) + num_experts)
     slots = torch.empty_like(experts)
-    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=experts.device)
+    tiles = torch.empty(num_tiles * 3 + 1, dtype=torch.int32, device=experts.device)
     _arrange[(cdiv(max(num_slots, num_tiles), ARRANGED.value),)](
         experts,
         ranks,
