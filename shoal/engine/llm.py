@@ -19,6 +19,7 @@ from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, LimitedAnswer, SequenceAnswer
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
+from shoal.engine.early_device import open_device_early
 from shoal.engine.step_part import PartBuilder
 from shoal.engine.turns import LateInterrupts, TurnLock, only_young_garbage
 from shoal.errors import RequestError, UnavailableError
@@ -75,6 +76,11 @@ class LLM:
                 options[name] = str(options[name]).removeprefix("torch.")
         self._keeps_times = options.pop("disable_log_stats", True) is False
         config = EngineConfig.from_options(model=str(model), **options)
+        with only_young_garbage:
+            self._load(config, more_parts)
+
+    def _load(self, config: EngineConfig, more_parts: Sequence[PartBuilder]) -> None:
+        open_device_early(config.device)
         files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
         files = files.overridden(config.hf_overrides).check()
         self._lock = TurnLock()  # held for a step, and whenever else the core is touched

@@ -21,4 +21,5 @@ def keep_matrices(module: nn.Module, device: torch.device, quantizes: bool, hold
     for layer in module.modules():
         if isinstance(layer, MatrixLayer):
             layer.keep(device, quantizes, holding)
-    module.to_empty(device=device)
+    # to_empty() does the same by empty_like, which for meta tensors imports all of sympy: a third of a start.
+    module._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))

@@ -41,6 +41,8 @@ from shoal.control import (
     name_of,
 )
 from shoal.engine.core import EngineCore
+from shoal.engine.early_device import open_device_early
+from shoal.engine.turns import only_young_garbage
 from shoal.errors import ShoalError, UnavailableError
 from shoal.stats import MemoryReport
 from shoal.telemetry import logs
@@ -296,10 +298,12 @@ def main() -> NoReturn:
 
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
-    files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
-    files = files.overridden(config.hf_overrides)
-    core = EngineCore(config, files, peer_weights=start.peer_weights)
-    core.prepare_grammars()
+    with only_young_garbage:
+        open_device_early(config.device)
+        files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
+        files = files.overridden(config.hf_overrides)
+        core = EngineCore(config, files, peer_weights=start.peer_weights)
+        core.prepare_grammars()
     # All objects of now stay. A full collection would scan them in the middle of a step.
     gc.freeze()
     return core, _describe(core)

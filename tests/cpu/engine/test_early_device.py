@@ -1,0 +1,64 @@
+"""The GPU is opened while kernels are imported, if there may be one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.engine import early_device
+from shoal.engine.early_device import open_device_early
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Notes calls of a driver that is not there, and the import of kernels."""
+    calls: list[str] = []
+    imported = threading.Event()
+
+    def init(flags: int) -> int:
+        assert imported.wait(10), "kernels are not imported meanwhile"
+        calls.append("init")
+        return 0
+
+    def device(gpu, number: int) -> int:
+        calls.append(f"device {number}")
+        return 0
+
+    def retain(context, gpu) -> int:
+        calls.append("context")
+        return 0
+
+    driver = SimpleNamespace(cuInit=init, cuDeviceGet=device, cuDevicePrimaryCtxRetain=retain)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
+    return calls
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_a_context_is_made_beside_the_import_of_kernels(seen, device):
+    open_device_early(device)
+    for thread in threading.enumerate():
+        if thread.name == "shoal-open-device":
+            thread.join()
+    assert seen == ["cuda", "init", "device 0", "context"]
+
+
+def test_nothing_is_opened_for_a_cpu(seen, monkeypatch):
+    open_device_early("cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build of torch without CUDA
+    open_device_early("auto")
+    assert seen == []
+
+
+def test_without_a_driver_nothing_is_imported(seen, monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    open_device_early("auto")
+    assert seen == []
