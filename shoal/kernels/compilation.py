@@ -1,22 +1,31 @@
 """Compiles Triton kernels side by side before any of them is launched.
 
-A kernel takes up to two seconds, and a first start meets dozens of them one after the other. Threads help,
-because Triton holds Python's lock for only a small part of that time: the rest are passes of LLVM, and ptxas,
-which is a process. engine/runner/runner.py compiles so before the first step of an engine.
+A kernel takes up to two seconds, and a first start meets dozens of them one after the other. They are
+compiled in processes that are forked for them: a quarter of the time is Python's, which threads would spend
+one after the other.
+engine/runner/start_up.py compiles so before the first step of an engine.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import inspect
 import os
+import signal
+import time
+import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NoReturn
 
 from shoal.kernels.launching import launches_replaced
 
-MAX_THREADS = 8  # More would wait for Python's lock.
+MAX_PROCESSES = 32  # each takes some 100 MB
+COMPILE_S = 300.0  # A process that takes longer hangs, and its kernel is compiled again when it is launched.
+POLL_S = 0.002
+PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -25,8 +34,8 @@ def compiling_ahead() -> Iterator[list[str]]:
     so the results of kernels mean nothing.
 
     The list names the kernels that were not on disk. The first of them is compiled at its launch, the others
-    in threads, which are done when the context ends. A kernel that fails to compile there is compiled again,
-    and raises its error, when it is really launched.
+    in processes, which have ended when the context ends. A kernel that fails to compile there is compiled
+    again, and raises its error, when it is really launched.
     """
     import triton  # It is imported only now, because a CPU run must not pay for it.
 
@@ -36,20 +45,24 @@ def compiling_ahead() -> Iterator[list[str]]:
     if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:
         yield compiled
         return
-    with ExitStack() as patched, ExitStack() as threads:
-        in_threads, met = False, set()
+    with ExitStack() as patched, ExitStack() as ahead:
+        processes = Compilers(min(MAX_PROCESSES, os.cpu_count() or 1))
+        is_ahead, met = False, set()
 
         def compiling(run: Callable[..., Any]) -> Callable[..., Any]:
             def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-                nonlocal in_threads
-                if compiled and not in_threads:
-                    in_threads = True
-                    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-                    threads.enter_context(mode(pool, ignore_errors=True))
-                    # The pool is left first: an interrupt while it waits must not keep the mode from ending.
-                    threads.enter_context(pool)
+                nonlocal is_ahead
+                if compiled and not is_ahead:
+                    is_ahead = True
+                    ahead.enter_context(mode(processes, ignore_errors=True))
+                    # They end first: an interrupt while they work must not keep the mode from ending.
+                    ahead.enter_context(processes)
                 met.add(self)
-                return run(self, *args, grid=grid, warmup=True, **options)
+                before = processes.num_kernels
+                kernel = run(self, *args, grid=grid, warmup=True, **options)
+                if processes.num_kernels > before:
+                    compiled.append(self.__name__)
+                return kernel
 
             return launch
 
@@ -59,7 +72,8 @@ def compiling_ahead() -> Iterator[list[str]]:
             if listener is not None:
                 listener(src=src, cache_hit=cache_hit, **rest)
 
-        def forget_failed() -> None:
+        def forget_compiled() -> None:
+            """Later launches find on disk what other processes have compiled."""
             for kernels, *_ in (cache for function in met for cache in function.device_caches.values()):
                 for key in [
                     key for key, kernel in kernels.items() if isinstance(kernel, triton.FutureKernel)
@@ -67,8 +81,82 @@ def compiling_ahead() -> Iterator[list[str]]:
                     del kernels[key]
 
         patched.enter_context(launches_replaced(compiling))
-        patched.callback(forget_failed)
+        patched.callback(forget_compiled)
         listener = triton.knobs.compilation.listener
         patched.callback(setattr, triton.knobs.compilation, "listener", listener)
         triton.knobs.compilation.listener = listen
         yield compiled
+
+
+class Compilers:
+    """An executor that compiles each kernel and its launcher in a forked process, `most` at once, and gives
+    all futures a ChildProcessError, since the result is on disk. As a context it ends when they do.
+
+    A fork has all imported modules at once, for which a new interpreter needs seconds. It has this thread
+    alone, so a compiler in it must take no lock that another thread may hold. It must never touch the GPU:
+    it collects no garbage, which may be a tensor, and ends without cleaning up, or with this thread."""
+
+    def __init__(self, most: int) -> None:
+        self.num_kernels = 0
+        self._most = most
+        self._running: dict[int, tuple[float, Future[Any]]] = {}  # by process: when it began
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        while len(self._running) >= self._most:
+            self._reap()
+        self.num_kernels += 1
+        future: Future[Any] = Future()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
+            process = os.fork()
+        if not process:
+            _compile_and_end(compile_kernel)
+        self._running[process] = time.monotonic(), future
+        return future
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._running and kind is None:
+                self._reap()
+        finally:
+            for process in self._running:
+                os.kill(process, signal.SIGKILL)
+            while self._running:
+                self._reap()
+
+    def _reap(self) -> None:
+        """Takes note of the processes that have ended. Waits a little if none has."""
+        ended = [process for process in self._running if _has_ended(process)]
+        for process in ended:
+            self._running.pop(process)[1].set_exception(ChildProcessError("compiled in another process"))
+        if not ended:
+            time.sleep(POLL_S)
+        for process, (begun, _) in self._running.items():
+            if time.monotonic() - begun > COMPILE_S:
+                os.kill(process, signal.SIGKILL)
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return os.waitpid(process, os.WNOHANG)[0] == process
+    except ChildProcessError:  # The program ignores SIGCHLD, or waits for all children.
+        return True
+
+
+def _compile_and_end(compile_kernel: Callable[[], Any]) -> NoReturn:
+    """Runs in a forked process."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        gc.disable()
+        with suppress(Exception):
+            import triton
+
+            triton.knobs.compilation.store_binary_only = True  # Starts would read the other stages, too.
+            kernel = compile_kernel()
+            # Otherwise a C compiler would run for the launcher at the first launch.
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+    finally:
+        os._exit(0)

@@ -50,6 +50,10 @@ def test_what_is_in_memory_or_on_disk_is_not_compiled(seen):
     assert seen["in memory"] == seen["on disk"] == []
 
 
+def test_a_kernel_is_compiled_in_another_process_with_its_launcher(seen):
+    assert len(seen["launchers"]) == 1 and seen["launchers"] != [f"launcher-of-{seen['process']}"]
+
+
 def test_another_threads_launches_run(seen):
     assert LAUNCH_REFUSED in seen["another thread"]
 
@@ -60,14 +64,14 @@ def test_launches_run_again_afterwards(seen):
 
 def test_what_does_not_compile_says_so_at_once_or_at_its_true_launch(seen):
     assert "SIZE is not 3" in seen["wrong, first"]  # compiled there and then
-    assert seen["wrong, in a thread"] == "" and all("SIZE is not 3" in error for error in seen["wrong"])
+    assert seen["wrong, in a process"] == "" and all("SIZE is not 3" in error for error in seen["wrong"])
 
 
 def test_an_error_meanwhile_leaves_triton_as_it_was(seen):
     assert seen["restored"] == [True] * 3
 
 
-def test_an_interrupt_while_threads_compile_leaves_triton_usable(seen):
+def test_an_interrupt_while_processes_compile_leaves_triton_usable(seen):
     assert seen["interrupted"]
 
 
@@ -81,13 +85,14 @@ def _observe() -> dict[str, object]:
     from triton.runtime._async_compile import active_mode
     from triton_compile import _NoDriver
 
-    from shoal.kernels.compilation import compiling_ahead
+    from shoal.kernels.compilation import Compilers, compiling_ahead
 
     class NoLaunch(_NoDriver):
-        """A true launch first asks it for a launcher."""
+        """A true launch first asks it for a launcher. Notes which process does."""
 
         @property
         def launcher_cls(self):
+            Path(os.environ["TRITON_CACHE_DIR"], f"launcher-of-{os.getpid()}").touch()
             raise RuntimeError(LAUNCH_REFUSED)
 
     triton.runtime.driver.set_active(NoLaunch())
@@ -111,13 +116,15 @@ def _observe() -> dict[str, object]:
 
     before = triton.JITFunction.run, triton.knobs.compilation.listener
     seen: dict[str, object] = {"first": ahead(launch, lambda: launch(32), launch), "in memory": ahead(launch)}
+    seen["launchers"] = [path.name for path in Path(os.environ["TRITON_CACHE_DIR"]).glob("launcher-of-*")]
+    seen["process"] = os.getpid()
     double.device_caches.clear()
     seen["on disk"] = ahead(launch, lambda: launch(32))
     with ThreadPoolExecutor(1) as pool, compiling_ahead():
         seen["another thread"] = pool.submit(error_of, launch).result()
     seen["afterwards"] = error_of(launch)
     seen["wrong, first"] = error_of(ahead, lambda: wrong[(1,)](x, SIZE=5))
-    seen["wrong, in a thread"] = error_of(ahead, lambda: launch(64), lambda: wrong[(1,)](x, SIZE=4))
+    seen["wrong, in a process"] = error_of(ahead, lambda: launch(64), lambda: wrong[(1,)](x, SIZE=4))
     seen["wrong"] = [error_of(lambda: wrong[(1,)](x, SIZE=4)) for _ in range(2)]
 
     def compile_some_and_fail(sizes: list[int], error: type[BaseException]) -> bool:
@@ -138,16 +145,16 @@ def _observe() -> dict[str, object]:
             ([1024, 2048, 4096], KeyboardInterrupt),
         )
     ]
-    waiting = ThreadPoolExecutor.__exit__
+    waiting = Compilers.__exit__
 
     def interrupted(self, *error) -> None:
         waiting(self, None, None, None)
         raise KeyboardInterrupt
 
-    ThreadPoolExecutor.__exit__ = interrupted
+    Compilers.__exit__ = interrupted
     with pytest.raises(KeyboardInterrupt):
         ahead(lambda: launch(8), lambda: launch(4))
-    ThreadPoolExecutor.__exit__ = waiting
+    Compilers.__exit__ = waiting
     seen["interrupted"] = active_mode.get() is None and ahead(lambda: launch(2)) == ["double"]
 
     class OneArgument:  # as in Triton 3.5
