@@ -142,16 +142,13 @@ def start(model: str, options: dict[str, Any], most_kernels: int, most_functions
     """One start, in this process."""
     timeline = Timeline(float(os.environ[BEGUN]))
     timeline.mark("interpreter", 0.0)
-    with timeline.part("import torch"):
-        import torch
-    with timeline.part("import shoal"):
+    with timeline.part("import torch and shoal"):
         from shoal import LLM, SamplingParams
-
-        LLM.__name__  # noqa: B018   imported on first use
-        has_gpu = torch.cuda.is_available()
     compilations = None
     with timeline.part("(measuring)"):
-        if has_gpu:
+        import torch
+
+        if torch.version.cuda is not None and options.get("device") != "cpu":
             compilations = Compilations()
         for part in PARTS:
             timeline.wrap(*part)

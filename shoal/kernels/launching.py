@@ -54,6 +54,7 @@ class _Repeated:
         import triton
 
         self._run, self._driver = run, triton.runtime.driver.active
+        self._device = self._driver.get_current_device()
         # By kernel and kinds: what launches the compiled kernel, and the arguments that are always the same.
         self._found: dict[tuple[Any, ...], tuple[Callable[..., None], Any, Any, tuple[Any, ...]]] = {}
 
@@ -69,7 +70,7 @@ class _Repeated:
             return compiled
         launch, function, metadata, rest = found
         x, y, z = (*grid, 1, 1)[:3]
-        stream = self._driver.get_current_stream(self._driver.get_current_device())
+        stream = self._driver.get_current_stream(self._device)
         launch(x, y, z, stream, function, metadata, None, None, None, *arguments, *rest)
         return None
 

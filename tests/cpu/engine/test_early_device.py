@@ -1,4 +1,4 @@
-"""The GPU is opened while kernels are imported, if there may be one."""
+"""The GPU is opened and Triton's key computed while kernels are imported, if there may be a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from shoal.engine import early_device
 from shoal.engine.early_device import open_device_early
@@ -36,16 +37,17 @@ def seen(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: calls.append("key"))
     return calls
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_a_context_is_made_beside_the_import_of_kernels(seen, device):
+def test_a_context_and_a_key_are_made_beside_the_import_of_kernels(seen, device):
     open_device_early(device)
     for thread in threading.enumerate():
         if thread.name == "shoal-open-device":
             thread.join()
-    assert seen == ["cuda", "init", "device 0", "context"]
+    assert sorted(seen) == ["context", "cuda", "device 0", "init", "key"]
 
 
 def test_nothing_is_opened_for_a_cpu(seen, monkeypatch):
