@@ -9,16 +9,19 @@ engine/runner/start_up.py compiles so before the first step of an engine.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import inspect
 import os
 import signal
+import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from shoal.kernels.launching import launches_replaced
 
@@ -110,11 +113,12 @@ class Compilers:
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
             process = os.fork()
         if not process:
-            _compile_and_end(compile_kernel)
+            _compile_and_end(compile_kernel, self._locks)
         self._running[process] = time.monotonic(), future
         return future
 
     def __enter__(self) -> Compilers:
+        self._locks = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,6 +130,7 @@ class Compilers:
                 os.kill(process, signal.SIGKILL)
             while self._running:
                 self._reap()
+            self._locks.close()
 
     def _reap(self) -> None:
         """Takes note of the processes that have ended. Waits a little if none has."""
@@ -146,8 +151,8 @@ def _has_ended(process: int) -> bool:
         return True
 
 
-def _compile_and_end(compile_kernel: Callable[[], Any]) -> NoReturn:
-    """Runs in a forked process."""
+def _compile_and_end(compile_kernel: Callable[[], Any], locks: IO[bytes]) -> NoReturn:
+    """Runs in a forked process. `locks`: a file with a byte to be locked for each kernel's name."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         gc.disable()
@@ -156,7 +161,9 @@ def _compile_and_end(compile_kernel: Callable[[], Any]) -> NoReturn:
 
             triton.knobs.compilation.store_binary_only = True  # Starts would read the other stages, too.
             kernel = compile_kernel()
-            # Otherwise a C compiler would run for the launcher at the first launch.
+            # Otherwise a C compiler would run for the launcher at the first launch. Most variants of a kernel
+            # have the same one, and the first of them makes it.
+            fcntl.lockf(locks, fcntl.LOCK_EX, 1, zlib.crc32(kernel.src.name.encode()))
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     finally:
         os._exit(0)

@@ -46,9 +46,10 @@ def compile_ahead(runner: ModelRunner) -> None:
         for steps in graphs:
             steps.rehearse(1)
         if runner.tp.all_reduce(torch.tensor(len(compiled), device=runner.device)).item():
+            # Kernels of long prompts come first, since they take longest to compile.
+            rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
             for steps in graphs:
                 steps.rehearse()
-            rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
     runner.state.reset()
     torch.cuda.empty_cache()  # a region may need this memory
 
