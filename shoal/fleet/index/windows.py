@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 
 @dataclass(slots=True)
@@ -52,10 +53,18 @@ class WindowBlocks:
         while lacks_any:
             lacks_any = False
             for group in self.groups.values():
-                step = group.multiple
+                step, chains = group.multiple, group.chains
                 first = max(0, end * self.block_size + 1 - group.window) // (step * self.block_size)
                 seen = chain[(first + 1) * step - 1 : end : step]
-                if not group.chains.issuperset(seen):
-                    missing = max(i for i, block in enumerate(seen, first) if block not in group.chains)
-                    end, lacks_any = missing * step // largest * largest, True
+                if chains.issuperset(seen):
+                    continue
+                end, lacks_any = (first + _last_missing(seen, chains)) * step, True
+                if end and group.window > 1:  # the next end needs the block before it
+                    is_there = map(chains.__contains__, chain[end - 1 :: -step])
+                    end = next(compress(range(end, 0, -step), is_there), 0)
+                end = end // largest * largest
         return end
+
+
+def _last_missing(blocks: Sequence[int], chains: set[int]) -> int:
+    return next(i for i in range(len(blocks) - 1, -1, -1) if blocks[i] not in chains)
