@@ -1,4 +1,4 @@
-"""What windows leave of a prefix is what a worker counts itself. A failing seed is in the test's output."""
+"""A prefix that windows cut is as long as the worker itself counts it. A failing seed is in the test's output."""
 
 import random
 
@@ -9,7 +9,7 @@ from shoal.kv.places import longest_end
 SIZE = 4
 
 
-def test_random_windows_leave_what_the_worker_counts():
+def test_random_windows_leave_as_much_as_the_worker_counts():
     for seed in range(2000):
         r = random.Random(seed)
         chain = [r.randrange(2**64) for _ in range(r.randint(0, 40))]
