@@ -89,6 +89,27 @@ def build(root, engine_options):
         engine.exit()
 
 
+@pytest.fixture(scope="session")
+def forks():
+    from tests.quick_starts import Forks
+
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def quick_starts(forks):
+    """Engines' processes are forked, not started; for modules that start many. See tests/quick_starts.py."""
+    from shoal.engine.process import core_process
+    from shoal.engine.ranks import workers
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (core_process, workers):
+            patch.setattr(module, "subprocess", forks.subprocess)
+        yield
+
+
 @pytest.fixture
 def new_children():
     """The children that this process has got since the test began. Others may live on: multiprocessing's, and

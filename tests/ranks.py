@@ -8,4 +8,5 @@ def pids_of_ranks():
         child.pid
         for child in psutil.Process().children()
         if "shoal.engine.ranks.worker_main" in child.cmdline()
+        or child.name() == "worker_main"  # it was forked
     ]

@@ -9,6 +9,8 @@ from shoal import LLM, SamplingParams, StructuredOutputsParams
 from tests import tiny
 from tests.ranks import pids_of_ranks
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 PROMPTS = [random.Random(i).choices(range(94), k=n) for i, n in enumerate((1, 7, 33, 80))]
 REGEX = StructuredOutputsParams(regex="[a-f]{3,20}!")
 

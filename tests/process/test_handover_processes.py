@@ -19,7 +19,7 @@ from shoal.sampling_params import SamplingParams
 from tests import shared_memory, tiny
 from tests.tiny_families import write_family
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("quick_starts")]
 
 COUNT = 8
 DEADLINE_S = 240

@@ -17,6 +17,8 @@ from tests.ranks import pids_of_ranks
 from tests.serving import free_port
 from tests.trainer import described, shared_handles
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((7, 33, 80))]
 COUNT = 12
 

@@ -20,6 +20,8 @@ from tests.cpu.models.test_families import assert_greedy, prompts_of
 from tests.ranks import pids_of_ranks
 from tests.tiny_families import FAMILIES, write_family
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 7, 33, 80))]
 
 

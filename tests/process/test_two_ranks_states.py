@@ -8,6 +8,8 @@ import pytest
 from tests.cpu.engine.test_family_tiers import one_by_one, run
 from tests.family_cores import family_cores
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 LENDS, READS = ({"kv_transfer_config": {"kv_role": role}} for role in ("kv_producer", "kv_consumer"))
 
 

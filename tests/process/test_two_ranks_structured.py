@@ -8,6 +8,8 @@ import torch
 from shoal import LLM, SamplingParams, StructuredOutputsParams
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 PROMPTS = [random.Random(i).choices(range(94), k=n) for i, n in enumerate((1, 7, 33, 80))]
 
 

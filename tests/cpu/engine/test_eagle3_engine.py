@@ -12,6 +12,8 @@ from tests.cpu.models.test_eagle3 import layer_config, tensors_of
 from tests.eagle3_heads import follow, ring, write_chain, write_right_head
 from tests.eagle3_oracle import HeadOracle, TargetOracle, write_head
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 RING = ring(7)
 PROMPT = [3, *follow(RING, 3, 39)]
 

@@ -13,6 +13,8 @@ from shoal.kernels.drafting.draft_rows import Report
 from shoal.kernels.state import Field
 from tests.tiny_families import write_family
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 FAMILIES = ["qwen3.5", "qwen3-next", "granite4-mamba", "nemotron-h", "lfm2"]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 FIXED = DRAFTS | {"enable_adaptive_verification": False}

@@ -31,6 +31,8 @@ from tests.mtp_heads import (
     write_mtp,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):

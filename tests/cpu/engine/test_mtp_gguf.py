@@ -15,6 +15,8 @@ from tests import gguf_files, mtp_gguf, tiny
 from tests.cpu.models.test_gguf_mixtures import add_glm
 from tests.mtp_heads import NEMOTRONS, PROMPT, K, LayersOracle, MtpOracle, answer, make_core
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
