@@ -88,8 +88,12 @@ def test_clients_are_answered_under_each_name(shared):
 
 def test_clients_that_leave_free_their_blocks(shared):
     client = shared.client()
-    streams = [begin(client) for _ in range(6)]
-    assert shared.metric("vllm:num_requests_running") > 0
+    for _ in range(10):  # a busy machine may have ended them all before it is asked
+        streams = [begin(client) for _ in range(6)]
+        if shared.metric("vllm:num_requests_running") > 0:
+            break
+    else:
+        pytest.fail("no request was seen running")
     for stream, _ in streams:
         stream.close()
     until(
