@@ -197,7 +197,7 @@ def test_a_decision_after_the_file_was_removed_is_one_that_nobody_has_confirmed(
     async def run():
         (tmp_path / "scaled.json").write_text('{"scaled_decision_id": 7}\n')
         await connector(tmp_path, Cluster()).start()
-        decision = await asyncio.wait_for(VirtualClient(tmp_path).wait(), 5)
+        decision = await asyncio.wait_for(VirtualClient(tmp_path).wait(), 60)
         assert decision.decision_id == 8
 
     asyncio.run(run())
