@@ -127,7 +127,7 @@ class Core:
         self.stdin, self.stdout = os.fdopen(self._theirs, "wb"), os.fdopen(self._ours, "rb")
         self.returncode = None
 
-    def spawn(self, folder):
+    def spawn(self, folder, device):
         """Stands in for core_process._spawn."""
         level = str(logging.getLogger().getEffectiveLevel())
         os.write(self._give, json.dumps([str(folder), level, logs.current_style()]).encode())

@@ -120,7 +120,7 @@ def test_a_worker_that_dies_is_started_again(fleet, what):
     pid = killed = fleet.workers()[name]["pid"]
     if what == "its engine":
         children = psutil.Process(pid).children(recursive=True)
-        [killed] = [one.pid for one in children if "shoal.engine.process.core_main" in one.cmdline()]
+        [killed] = [one.pid for one in children if "shoal.engine.process.core_entry" in one.cmdline()]
     begun = len(fleet.text())
     os.kill(killed, signal.SIGKILL)
     assert fleet.ask(f"Death. {STORY}")[1] != name

@@ -1,5 +1,5 @@
-"""The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`. core_process.py,
-in the parent, starts it; engine/core.py is the engine that it steps.
+"""The core's process: core_process.py, in the parent, starts it, core_entry.py is its first module, and
+engine/core.py is the engine that it steps.
 
 The main thread steps the engine, and one thread decodes incoming messages, so that a big one never waits for
 a step, nor a step for it. Each thread sends its own messages: a thread for them would get Python's lock only
@@ -78,7 +78,7 @@ TICK_S = 0.002  # between polls of copies to lower tiers while there is no reque
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
-logger = logging.getLogger("shoal.engine.process.core_main")  # it runs as __main__
+logger = logging.getLogger(__name__)
 
 Inbox = SimpleQueue[ToCore | BaseException]
 

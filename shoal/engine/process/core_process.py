@@ -43,7 +43,7 @@ class CoreProcess:
     EngineDeadError."""
 
     def __init__(
-        self, on_message: Callable[[FromCore], None], on_end: Callable[[EngineDeadError], None]
+        self, device: str, on_message: Callable[[FromCore], None], on_end: Callable[[EngineDeadError], None]
     ) -> None:
         self.info: ModelInfo | None = None
         self.ended: EngineDeadError | None = None
@@ -64,7 +64,7 @@ class CoreProcess:
                 self._to_core.linger = self._from_core.linger = 0
                 self._to_core.bind(f"ipc://{self._folder}/in")
                 self._from_core.bind(f"ipc://{self._folder}/out")
-                self._process = _spawn(self._folder)
+                self._process = _spawn(self._folder, device)
                 undo.callback(_end_at_once, self._process)
                 self._pidfd = os.pidfd_open(self._process.pid)
             except zmq.ZMQError as error:
@@ -91,7 +91,7 @@ class CoreProcess:
         arrive while the process starts. Raises the UserError that kept the engine from starting, or
         EngineDeadError; on_end is not called for these. Raises OSError where the system has no process or no
         descriptor left for it."""
-        self = cls(on_message, lambda error: None)
+        self = cls(config.device, on_message, lambda error: None)
         try:
             await self._send_first(Start(config, None if peer_weights is None else await peer_weights))
             self.info = await self._ready
@@ -238,7 +238,7 @@ class CoreProcess:
                     sys.stderr.flush()
 
 
-def _spawn(folder: Path) -> subprocess.Popen[bytes]:
+def _spawn(folder: Path, device: str) -> subprocess.Popen[bytes]:
     """Starts the child in a process group of its own, so that Ctrl-C reaches us alone."""
     level = str(logging.getLogger().getEffectiveLevel())
     # With -P and our sys.path the child can import what we can, and nothing else. With -u its output is
@@ -250,10 +250,11 @@ def _spawn(folder: Path) -> subprocess.Popen[bytes]:
         "-X",
         "faulthandler",
         "-m",
-        "shoal.engine.process.core_main",
+        "shoal.engine.process.core_entry",
         str(folder),
         level,
         logs.current_style(),
+        device,
     ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     return subprocess.Popen(

@@ -1,0 +1,16 @@
+"""The first module of the core's process: `python -m shoal.engine.process.core_entry FOLDER LOG_LEVEL
+LOG_STYLE DEVICE`. It opens the GPU while core_main.py imports torch, and puts full garbage collections off.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.engine.open_gpu import open_gpu
+from shoal.engine.turns import only_young_garbage
+
+if __name__ == "__main__":
+    open_gpu(sys.argv.pop())
+    with only_young_garbage:
+        from shoal.engine.process.core_main import main
+    main()
