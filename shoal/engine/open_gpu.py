@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import threading
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def open_gpu(device: str) -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it opens the driver
     threading.Thread(target=_open, args=(driver,), name="shoal-open-gpu", daemon=True).start()
     return True
 

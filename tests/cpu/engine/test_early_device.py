@@ -35,6 +35,7 @@ def seen(monkeypatch):
 
     driver = SimpleNamespace(cuInit=init, cuDeviceGet=device, cuDevicePrimaryCtxRetain=retain)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # and so restored afterwards
     monkeypatch.setattr(open_gpu, "_cuda_library", lambda torch: Path(torch))
     monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
     monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: calls.append("key"))
