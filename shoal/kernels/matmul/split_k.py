@@ -1,10 +1,13 @@
-"""Counters of split-K matmuls, whose inputs are split over programs: a tile's last program adds the parts."""
+"""Counters of arrived programs. The last program to arrive does what needs the results of all, such as adding
+the parts of a split-K matmul."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+import triton
+import triton.language as tl
 
 
 @functools.cache
@@ -12,3 +15,18 @@ def arrival_counters(kernel: str, num_tiles: int, device: torch.device) -> torch
     """Returns the counters of a kernel's finished parts, one per tile. Every launch leaves zeros, which the
     next one counts on. So launches on one device must follow each other."""
     return torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def arrives_last(arrived_ptr, COUNT: tl.constexpr):
+    """Says if this is the last of COUNT programs to arrive, after which the counter is 0 again. What the
+    others wrote before is visible then, and none of them reads what is written from now on."""
+    tl.debug_barrier()
+    if COUNT == 1:
+        is_last = True
+    else:
+        is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == COUNT - 1
+        if is_last:
+            tl.store(arrived_ptr, 0)
+        tl.debug_barrier()
+    return is_last

@@ -45,7 +45,7 @@ from shoal.kernels.matmul.loaders import (
     weights_of_step,
 )
 from shoal.kernels.matmul.shared_memory import fitting_stages
-from shoal.kernels.matmul.split_k import arrival_counters
+from shoal.kernels.matmul.split_k import arrival_counters, arrives_last
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
@@ -91,19 +91,6 @@ def _rows(
         source = tl.zeros((BLOCK_T,), tl.int64) + (slot // K if GATHERS else slot)
         target = tl.zeros((BLOCK_T,), tl.int64) + tl.program_id(1)
     return expert, source, target, inside
-
-
-@triton.jit
-def _is_last(arrived_ptr, COUNT: tl.constexpr):
-    """Says if this is the last of COUNT programs to arrive, after which the counter is 0 again."""
-    # All threads have stored before one of them says so (release), and that one has heard of the others
-    # before any reads (acquire).
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == COUNT - 1
-    if is_last:
-        tl.store(arrived_ptr, 0)
-    tl.debug_barrier()
-    return is_last
 
 
 @triton.jit
@@ -267,7 +254,7 @@ def tile_kernel(
         tl.store(own, sums, mask=stored)
         if GATED:
             tl.store(own + PART, up_sums, mask=stored)
-        if not _is_last(arrived_ptr + tile, SPLITS):
+        if not arrives_last(arrived_ptr + tile, SPLITS):
             return
         sums = tl.load(part_ptrs, mask=stored, other=0.0, cache_modifier=".cg")
         if GATED:
@@ -307,7 +294,7 @@ def tile_kernel(
         tile = rows_block * tl.cdiv(O, BLOCK_O) + block
         part_ptrs = parts_ptr + tile * (K * SPLITS * BLOCK_O) + tl.arange(0, BLOCK_O)
         tl.store(part_ptrs + tl.program_id(2) * BLOCK_O, line)
-        if not _is_last(arrived_ptr + tile, K * SPLITS):
+        if not arrives_last(arrived_ptr + tile, K * SPLITS):
             return
         line = tl.zeros((BLOCK_O,), tl.float32)
         for part in tl.static_range(K * SPLITS):

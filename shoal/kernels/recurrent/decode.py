@@ -86,18 +86,3 @@ def store_inputs(inputs_ptr, earlier, channels, mask, W: tl.constexpr):
     done."""
     for tap in tl.static_range(W - 1):
         tl.store(inputs_ptr + channels * (W - 1) + tap, earlier[tap], mask=mask)
-
-
-@triton.jit
-def arrives_last(arrived_ptr, COUNT: tl.constexpr):
-    """Says if this is the last of COUNT programs to arrive, after which the counter is 0 again. What the
-    others wrote before is visible then, and none of them reads what is written from now on."""
-    tl.debug_barrier()
-    if COUNT == 1:
-        is_last = True
-    else:
-        is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == COUNT - 1
-        if is_last:
-            tl.store(arrived_ptr, 0)
-        tl.debug_barrier()
-    return is_last

@@ -14,14 +14,13 @@ import triton.language as tl
 
 from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.layer_cache import LayerState
-from shoal.kernels.matmul.split_k import arrival_counters
+from shoal.kernels.matmul.split_k import arrival_counters, arrives_last
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import softplus
 from shoal.kernels.recurrent.conv import causal_conv
 from shoal.kernels.recurrent.decode import (
     MAX_ARRIVALS,
     apart,
-    arrives_last,
     checked_memory,
     convolve,
     decodes_alone,
