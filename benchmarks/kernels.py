@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul import dispatch, hopper_linear, linear
+from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.sampling import sample
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
@@ -86,8 +87,8 @@ PRODUCTS = (
     (4096, 12288, False),
     (151936, 4096, False),
 )
-TILES = [
-    dispatch.Tiles(*cut)
+ELEMENTWISE_TILES = [
+    dispatch.ElementwiseTiles(*cut)
     for cut in (
         (4, 512, 4),
         (8, 512, 4),
@@ -100,14 +101,19 @@ TILES = [
         (1, 2048, 4),
         (2, 2048, 4),
         (2, 2048, 8),
-        (16, 128, 2, 6),
-        (32, 128, 4, 4),
-        (64, 64, 4, 4),
-        (64, 128, 4, 3),
-        (64, 128, 4, 5),
-        (128, 128, 8, 3),
     )
 ]
+# outputs, inputs, warps, stages; then splits
+TENSOR_CORE_TILES = (
+    (16, 128, 2, 6),
+    (32, 128, 4, 4),
+    (64, 64, 4, 4),
+    (64, 128, 4, 3),
+    (64, 128, 4, 5),
+    (64, 128, 4, 4, 2),
+    (64, 128, 4, 4, 4),
+    (128, 128, 8, 3),
+)
 
 
 HOPPER_TILES = [
@@ -138,11 +144,17 @@ def bench_linear(sweep: bool) -> None:
             x = randn(rows, columns)
             ops, name = (triton_ops.linear_gated, "linear_gated") if gated else (triton_ops.linear, "linear")
             others = [(microseconds_of(partial(_cublas, x, weights, gated), len(weights)), "cuBLAS")]
-            for tiles in TILES if sweep else ():
-                in_registers = rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
-                if tiles.num_stages or in_registers:
-                    run = partial(_matmul, tiles, x, weights, gated)
-                    others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
+            tried: list[dispatch.ElementwiseTiles | dispatch.RowTiles] = [
+                tiles
+                for tiles in ELEMENTWISE_TILES
+                if rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
+            ]
+            if 1 < rows <= 64:
+                tall = max(16, 1 << (rows - 1).bit_length())
+                tried += [dispatch.RowTiles(tall, *cut) for cut in TENSOR_CORE_TILES]
+            for tiles in tried if sweep else ():
+                run = partial(_matmul, tiles, x, weights, gated)
+                others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
             for cut in HOPPER_TILES if sweep and rows > 1 and dispatch.gpu_of(x.device).hopper else ():
                 if (
                     (cut.splits == 1 or not gated)
@@ -177,9 +189,15 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
 
 
 def _matmul(
-    tiles: dispatch.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+    tiles: dispatch.ElementwiseTiles | dispatch.RowTiles,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    gated: bool,
+    i: int,
 ) -> torch.Tensor:
-    return linear.matmul(tiles, x, weights[i], None, gated)
+    if isinstance(tiles, dispatch.RowTiles):
+        return tile_linear(tiles, x, weights[i], None, gated)
+    return linear.elementwise_matmul(tiles, x, weights[i], None, gated)
 
 
 def _hopper(

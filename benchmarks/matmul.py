@@ -1,38 +1,43 @@
-"""Measures the limits by which `shoal.kernels.matmul.dispatch` chooses, on the GPU at hand, and prints its
-line for MEASURED.
+"""Retunes the matmuls for the GPU at hand: measures the limits by which `shoal.kernels.matmul.dispatch`
+chooses kernels and tiles, and prints their line, to be pasted into `MEASURED` there. It is the one command
+for another GPU:
 
-    python benchmarks/matmul.py [--quick] [--fp8 | --packed] [--sweep] [--matmuls qkv,down]
-        [--rows 1,64]
+    python benchmarks/matmul.py [--quick]
 
-Each limit in turn takes the value with which all matmuls together take the least time, as measured in CUDA
-graphs over fresh weights; twice around, as limits depend on each other a little.
+Each limit in turn takes the value with which all matmuls together take the least time, in bf16, fp8 and int4,
+as measured in CUDA graphs over fresh weights; twice around, as limits depend on each other a little. Tiles of
+experts do not depend on limits (experts.py measures them).
 
-With --fp8 it prints a table of matmuls with fp8 weights instead: microseconds, the share of the bandwidth of
-a copy with which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own
-bf16 they are. Beside them stands torch's matmul of fp8 rows with scales.
+For work on the rules themselves:
 
-With --packed it prints such a table of matmuls with weights of 4 and 8 bits (packed_linear.py).
+    python benchmarks/matmul.py --fp8 | --packed [--sweep] [--matmuls qkv,down] [--rows 1,64]
 
---sweep adds the fastest tiles that it finds, for the rules in `_choose_fp8` and `choose_packed_tiles`.
+--fp8 prints a table of matmuls with fp8 weights: microseconds, the share of the bandwidth of a copy with
+which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own bf16 they
+are. Beside them stands torch's matmul of fp8 rows with scales. --packed prints such a table of matmuls with
+weights of 4 and 8 bits (packed_linear.py). --sweep adds the fastest tiles that it finds, for the rules in
+`_choose_fp8` and `choose_packed_tiles`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from shoal.kernels.matmul import linear
+from shoal.kernels.matmul import dispatch, fp8_linear, linear, packed_linear
 from shoal.kernels.matmul.dispatch import (
     GPU,
     After,
     Before,
-    Fp8Tiles,
+    ElementwiseTiles,
     Kernel,
     Limits,
     Matmul,
@@ -47,7 +52,18 @@ FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 ROUNDS = 2
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SIZES = ((576, 1536), (1024, 3072), (2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600))
-Measure = Callable[[Shape, int, Matmul, Limits], float]  # microseconds
+GROUP = 128  # inputs of packed weights that share a scale
+
+
+class Case(NamedTuple):
+    """A matmul of some rows. `dtype`: of the weight; of the rows, too, if the weight is packed."""
+
+    shape: Shape
+    rows: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+Measure = Callable[[Case, Matmul, Limits], float]  # microseconds
 
 
 def shapes() -> list[Shape]:
@@ -63,63 +79,92 @@ def shapes() -> list[Shape]:
     return [*found, Shape(32768, 2048), Shape(151936, 1024)]
 
 
-def fit(gpu: GPU, cases: Iterable[tuple[Shape, int]], measure: Measure) -> Limits:
+def cases(quick: bool) -> list[Case]:
+    """All shapes in bf16. In fewer bits, layers of three sizes, by rows about the limits."""
+    every, of_rows = shapes(), ROWS
+    layers = [shape for shape in every if shape.after is not After.NOTHING or shape.before is Before.NORM]
+    layers = [shape for shape in layers if {shape.outs, shape.inputs} & {1024, 2048, 4096}]
+    if quick:
+        every, of_rows, layers = every[4:8], ROWS[:6], layers[:4]
+    found = [Case(shape, rows) for shape in every for rows in of_rows]
+    for rows in (2, 16, 32, 64) if quick else (2, 8, 16, 32, 64, 128, 256, 512):
+        for shape in layers:
+            if rows <= 64:
+                found.append(Case(shape, rows, torch.float8_e4m3fn))
+            found.append(Case(shape._replace(bits=4, group=GROUP), rows))
+    return found
+
+
+def fit(gpu: GPU, cases: Iterable[Case], measure: Measure) -> Limits:
     """The limits with which the cases take the least time. A tie keeps the value that was there."""
     cases, limits = list(cases), gpu.limits
 
     def total(limits: Limits) -> float:
         on = gpu._replace(limits=limits)
-        return sum(
-            measure(shape, rows, choose(shape, rows, torch.bfloat16, on), limits) for shape, rows in cases
-        )
+        return sum(measure(case, choose(*case, on), limits) for case in cases)
 
     for _ in range(ROUNDS):
         for field in fields(Limits):
             value = getattr(limits, field.name)
-            tried = [replace(limits, **{field.name: int(value * factor)}) for factor in FACTORS]
+            tried = [replace(limits, **{field.name: max(1, int(value * factor))}) for factor in FACTORS]
             best = min(tried, key=total)
             if total(best) < total(limits):
                 limits = best
+            print(f"{field.name}: {getattr(limits, field.name)}", file=sys.stderr, flush=True)
     return limits
 
 
-@functools.cache
-def _microseconds(shape: Shape, rows: int, chosen: Matmul, prefetches: bool) -> float:
-    from kernels import COLD_BYTES, microseconds_of, randn
+@functools.lru_cache(maxsize=1)
+def _weights(outs: int, inputs: int, bits: int, dtype: torch.dtype) -> list[Any]:
+    """As many weights as keep the L2 cache cold."""
+    from kernels import COLD_BYTES, randn
 
-    weight_bytes = shape.weight_rows * shape.inputs * 2
-    weights = [
-        randn(shape.weight_rows, shape.inputs) for _ in range(max(1, min(60, COLD_BYTES // weight_bytes)))
-    ]
+    from shoal.kernels.matmul import gpu_weight
+
+    fp8 = dtype == torch.float8_e4m3fn
+    copies = max(1, min(60, COLD_BYTES // (outs * inputs * (8 if fp8 else bits) // 8)))
+    if fp8:
+        return _fp8_weights([randn(outs, inputs) for _ in range(copies)], "outputs")
+    if bits == 16:
+        return [randn(outs, inputs) for _ in range(copies)]
+    packed = gpu_weight.pack([_int4(outs, inputs, GROUP, 8)], None, torch.device("cuda"), dtype)
+    assert isinstance(packed, gpu_weight.GpuWeight)
+    return [replace(packed, words=packed.words.clone()) for _ in range(copies)]
+
+
+@functools.cache
+def _microseconds(case: Case, chosen: Matmul, prefetches: bool) -> float:
+    from kernels import microseconds_of, randn
+
+    from shoal.kernels.quant.fp8_quantize import quantize
+
+    shape, rows, dtype = case
+    weights = _weights(shape.weight_rows, shape.inputs, shape.bits, dtype)
     x, residual, norm = randn(rows, shape.inputs), randn(rows, shape.outs), randn(shape.inputs)
-    limits = Limits(prefetched_warps=1 << 30 if prefetches else 0)
-    on = gpu_of(x.device)._replace(limits=limits)
+    taken = quantize(x, 0) if chosen.kernel in fp8_linear.ROWS_ARE_FP8 else x
+    on = gpu_of(x.device)._replace(limits=Limits(prefetched_warps=1 << 30 if prefetches else 0))
 
     def run(i: int) -> object:
+        if shape.bits < 16 or dtype == torch.float8_e4m3fn:
+            return _in_few_bits(weights, taken, residual, shape.after, i)
         if shape.before is Before.NORM:
-            return linear.add_norm_linear(
-                None, x, norm, 1e-6, weights[i], None, "silu" if shape.gated else None
-            )
-        if shape.after is After.ADD:
-            left = linear.linear_add(x, weights[i], None, residual)
-            return left if left is None else residual.add_(left)
-        return linear.linear(x, weights[i], None)
+            gate = "silu" if shape.gated else None
+            return linear.add_norm_linear(None, x, norm, 1e-6, weights[i], None, gate)
+        return _in_bf16(weights, x, residual, shape.after, i)
 
-    chooses, looks = linear.choose, linear.dispatch.gpu_of
-    linear.choose, linear.dispatch.gpu_of = lambda *_: chosen, lambda _: on  # type: ignore[assignment]
-    try:
+    modules = linear, fp8_linear, packed_linear
+    choices = [mock.patch.object(module, "choose", lambda *_: chosen) for module in modules]
+    with choices[0], choices[1], choices[2], mock.patch.object(dispatch, "gpu_of", lambda _: on):
         return microseconds_of(run, len(weights))
-    finally:
-        linear.choose, linear.dispatch.gpu_of = chooses, looks
 
 
-def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:
+def measure(case: Case, chosen: Matmul, limits: Limits) -> float:
     """Measured once for each choice. A limit of warps counts only for matmuls that are cut by them."""
     prefetches = False
-    if chosen.kernel is Kernel.TRITON and chosen.tiles is not None and not chosen.tiles.num_stages:
-        warps = -(-shape.outs // chosen.tiles.outs) * chosen.tiles.num_warps
+    if isinstance(chosen.tiles, ElementwiseTiles) and chosen.kernel is Kernel.ELEMENTWISE:
+        warps = -(-case.shape.outs // chosen.tiles.outs) * chosen.tiles.num_warps
         prefetches = warps <= limits.prefetched_warps
-    return _microseconds(shape, rows, chosen, prefetches)
+    return _microseconds(case, chosen, prefetches)
 
 
 # Outputs, inputs, what comes before and after: qwen3-8b's layer.
@@ -163,8 +208,6 @@ def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: Afte
 
 def _by_torch(weights: list[Any], x: Any, out: torch.Tensor, i: int) -> None:
     """The matmul of fp8 rows alone, whatever follows it."""
-    from shoal.kernels.matmul import fp8_linear
-
     fp8_linear._by_torch(x, weights[i].matrix, None, out, False)
 
 
@@ -220,23 +263,25 @@ def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
 
 def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
     """Tiles of few rows alone are tried."""
-    from shoal.kernels.matmul import fp8_linear
+    from shoal.kernels.matmul.tile_matmul import tile_linear
 
     rows, out = len(x), x.new_zeros(len(x), shape.outs)
     tall = min(64, max(16, 1 << (rows - 1).bit_length()))
-    every = [
-        Fp8Tiles(tall, outs, columns, outs // 16, stages, splits)
+    every: list[ElementwiseTiles | RowTiles] = [
+        RowTiles(tall, outs, columns, outs // 16, stages, splits)
         for outs, columns in ((64, 64), (64, 128), (64, 256), (128, 128))
         if columns <= (weights[0].matrix.group or columns)
         for stages in (3, 5)
         for splits in (1, 2, 3, 4, 6, 8)
     ]
     if rows == 1:
-        every += [Fp8Tiles(1, outs, columns, 4) for outs in (1, 2, 4) for columns in (1024, 2048, 4096)]
+        every += [ElementwiseTiles(outs, columns, 4) for outs in (1, 2, 4) for columns in (1024, 2048, 4096)]
 
-    def run(tiles: Fp8Tiles, i: int) -> object:
-        run = fp8_linear._row if tiles.rows == 1 else fp8_linear._few
-        return run(tiles, x, weights[i].matrix, None, out, shape)
+    def run(tiles: ElementwiseTiles | RowTiles, i: int) -> object:
+        if isinstance(tiles, ElementwiseTiles):
+            return fp8_linear._row(tiles, x, weights[i].matrix, None, out, shape)
+        added = out if shape.after is After.ADD else None
+        return tile_linear(tiles, x, weights[i].matrix, None, shape.gated, added)
 
     return _fastest(run, every, len(weights))
 
@@ -284,7 +329,7 @@ def _gguf(kind: str, outs: int, inputs: int) -> Any:
 def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool) -> None:
     from kernels import COLD_BYTES, microseconds_of, randn
 
-    from shoal.kernels.matmul import gpu_weight, packed_linear
+    from shoal.kernels.matmul import gpu_weight
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
@@ -315,13 +360,15 @@ def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool)
                 us = microseconds_of(partial(_in_few_bits, weights, x, residual, after), copies)
                 best = ""
                 if sweep and rows <= 256:
-                    best = _fastest_tiles(packed_linear, weights, x, gated)
+                    best = _fastest_tiles(weights, x, gated)
                 share = f"{read / us / bandwidth:.0%}"
                 cells = (name, form, rows, f"{us:.1f}", share, f"{base[rows] / us:.2f}", best)
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
-def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gated: bool) -> str:
+def _fastest_tiles(weights: list[Any], x: torch.Tensor, gated: bool) -> str:
+    from shoal.kernels.matmul.tile_matmul import tile_linear
+
     rows = min(128, max(16, 1 << (len(x) - 1).bit_length()))
     every = [
         RowTiles(rows, outs, steps * 256 // weights[0].bits, outs // 16, num_stages, splits)
@@ -332,7 +379,7 @@ def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gate
     ]
 
     def run(tiles: RowTiles, i: int) -> object:
-        return packed_linear.matmul(tiles, x, weights[i], None, gated)
+        return tile_linear(tiles, x, weights[i], None, gated)
 
     return _fastest(run, every, len(weights))
 
@@ -372,11 +419,7 @@ def main() -> None:
         else:
             packed_table(names, rows, args.quick, args.sweep)
         return
-    gpu = gpu_of(torch.device("cuda", 0))
-    every, of_rows = shapes(), ROWS
-    if args.quick:
-        every, of_rows = every[4:8], ROWS[:6]
-    limits = fit(gpu, [(shape, n) for shape in every for n in of_rows], measure)
+    limits = fit(gpu_of(torch.device("cuda", 0)), cases(args.quick), measure)
     name = torch.cuda.get_device_properties(0).name
     changed = {
         field.name: getattr(limits, field.name)

@@ -18,7 +18,7 @@ import torch
 from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, is_hopper, rows_with_room
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-TENSOR_TYPES = (torch.bfloat16, torch.float16)  # what Hopper's kernels multiply
+TENSOR_TYPES = (torch.bfloat16, torch.float16)  # what tensor cores multiply
 # hopper_linear.py has these.
 MIN_ROWS = 2
 MAX_STAGES = 8  # The code is unrolled over them.
@@ -33,16 +33,14 @@ PIPELINE_GROUP = 128
 INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # tile_matmul.py has these.
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
-MAX_PACKED_SPLITS = 8
+MAX_ROW_SPLITS = 8
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
 MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
+MIN_FP8_ROUNDS = 4  # the same as MIN_SPLIT_ROUNDS, for fp8
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
-FP8_PROGRAMS = 5  # programs per SM for few rows: inputs are split until there are as many
-MAX_FP8_SPLITS = 8
-MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,8 @@ class Limits:
     # Programs of a matmul with packed weights that an SM has at once. Inputs are split until there are as
     # many.
     packed_programs: int = 3
+    # The same for weights in fp8 that are widened.
+    fp8_programs: int = 5
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
     # fp8 too.
     widened_rows: int = 16
@@ -152,28 +152,26 @@ class Shape(NamedTuple):
 
 class Kernel(Enum):
     CUBLAS = 0
-    TRITON = 1  # linear.py
-    HOPPER = 2  # hopper_linear.py
-    HOPPER_ROW = 3  # hopper_row.py
-    HOPPER_GATED = 4  # hopper_gated.py
-    PACKED = 5  # packed_linear.py
-    FP8_ROW = 6  # fp8_linear.py, as all that follow
-    FP8_FEW = 7
-    FP8_MANY = 8
-    FP8_TORCH = 9
-    HOPPER_FP8_ROW = 10  # hopper_fp8_row.py
-    HOPPER_INT4_ROW = 11  # hopper_int4_row.py
+    ELEMENTWISE = 1  # linear.py
+    TILES = 2  # tile_matmul.py
+    HOPPER = 3  # hopper_linear.py
+    HOPPER_ROW = 4  # hopper_row.py
+    HOPPER_GATED = 5  # hopper_gated.py
+    HOPPER_FP8_ROW = 6  # hopper_fp8_row.py
+    HOPPER_INT4_ROW = 7  # hopper_int4_row.py
+    FP8_ROW = 8  # fp8_linear.py
+    FP8_MANY = 9  # fp8_linear.py
+    FP8_TORCH = 10  # torch._scaled_mm
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tile sizes of linear.py: a program computes `outs` outputs of all rows, `columns` inputs at a
-    time."""
+class ElementwiseTiles:
+    """Tile sizes of linear.py, and of one row in fp8_linear.py: a program computes `outs` outputs of all
+    rows, `columns` inputs at a time."""
 
     outs: int
     columns: int
     num_warps: int
-    num_stages: int = 0  # stages of the pipeline into the tensor cores; 0: elementwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +196,9 @@ class HopperTiles:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Tile sizes and split-K of tile_matmul.py: a program computes `outs` outputs of `rows` rows from a
-    `splits`-th of the inputs, in rounds of `columns`."""
+    """Tile sizes and split-K of tile_matmul.py, and of many rows in fp8_linear.py, which has no splits: a
+    program computes `outs` outputs of `rows` rows from a `splits`-th of the inputs, in rounds of
+    `columns`."""
 
     rows: int
     outs: int
@@ -212,30 +211,14 @@ class RowTiles:
         return cdiv(cdiv(inputs, self.columns), self.splits)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Tiles:
-    """Tile sizes and split-K of fp8_linear.py: a program computes `outs` outputs of `rows` rows from a
-    `splits`-th of the inputs, `columns` at a time."""
-
-    rows: int
-    outs: int
-    columns: int
-    num_warps: int
-    num_stages: int = 1
-    splits: int = 1
-
-
 class Matmul(NamedTuple):
     """A choice. `norms`: the kernel does what comes before the matmul. `adds`: it adds to the residual;
     otherwise that is left to the next norm."""
 
     kernel: Kernel
-    tiles: Tiles | None = None
-    hopper_tiles: HopperTiles | None = None
+    tiles: ElementwiseTiles | HopperTiles | RowTiles | None = None  # as the kernel takes them
     norms: bool = False
     adds: bool = True
-    packed_tiles: RowTiles | None = None
-    fp8_tiles: Fp8Tiles | None = None
 
 
 @functools.lru_cache(maxsize=8192)
@@ -249,14 +232,13 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
         if rows == 1 and _is_for_int4_row_pipeline(shape, dtype, gpu):
             return Matmul(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
         packed = choose_packed_tiles(shape, rows, gpu)
-        return Matmul(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
+        return Matmul(Kernel.CUBLAS if packed is None else Kernel.TILES, packed)
     if shape.before is not Before.NOTHING:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
         if shape.before is Before.NORM and _is_for_row_pipeline(shape, rows, dtype, gpu):
             return Matmul(Kernel.HOPPER_ROW, norms=True)
-        tiles = choose_tiles(shape, rows, dtype, limits)
-        if tiles is not None and rows == 1 and shape.inputs <= limits.normed_inputs:
-            return Matmul(Kernel.TRITON, tiles, norms=True)
+        if rows == 1 and dtype in TENSOR_TYPES and shape.inputs <= limits.normed_inputs:
+            return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape), norms=True)
     if _is_for_hopper_gated(shape, rows, dtype, gpu):
         return Matmul(Kernel.HOPPER_GATED)
     if _is_for_row_pipeline(shape, rows, dtype, gpu):
@@ -264,9 +246,9 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     if gpu.hopper and dtype in TENSOR_TYPES:
         hopper_tiles = choose_hopper_tiles(rows, shape.outs, shape.inputs, shape.gated, gpu.sms)
         if hopper_tiles is not None:
-            return Matmul(Kernel.HOPPER, hopper_tiles=hopper_tiles)
-    if (tiles := choose_tiles(shape, rows, dtype, limits)) is not None:
-        return Matmul(Kernel.TRITON, tiles)
+            return Matmul(Kernel.HOPPER, hopper_tiles)
+    if dtype in TENSOR_TYPES and (chosen := _choose_few_rows(shape, rows, limits)) is not None:
+        return chosen
     adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= limits.added_inputs)
     return Matmul(Kernel.CUBLAS, adds=adds)
 
@@ -309,26 +291,29 @@ def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) 
     )
 
 
-def choose_tiles(shape: Shape, rows: int, dtype: torch.dtype, limits: Limits) -> Tiles | None:
-    """Returns linear.py's tile sizes. None: cuBLAS is as fast."""
-    if rows == 0 or dtype == torch.float32:
-        return None
+def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     columns = shape.inputs
+    if columns <= 1024:
+        return ElementwiseTiles(4, 1024, 4) if shape.weight_rows <= 4096 else ElementwiseTiles(8, 512, 4)
+    if columns <= 2048:
+        return ElementwiseTiles(2, 2048, 8 if shape.weight_rows <= 1024 else 4)
+    # Whole rows: all of them are in flight before the wait.
+    if 3072 < columns <= 4096:
+        return ElementwiseTiles(1, 4096, 4) if shape.gated else ElementwiseTiles(2, 4096, 8)
+    return ElementwiseTiles(2, 1024, 4)  # Small tiles: more of them are there at once.
+
+
+def _choose_few_rows(shape: Shape, rows: int, limits: Limits) -> Matmul | None:
+    """Chooses Triton's kernels for numbers of 16 bits. None: cuBLAS is as fast."""
     if rows == 1:
-        if columns <= 1024:
-            return Tiles(4, 1024, 4) if shape.weight_rows <= 4096 else Tiles(8, 512, 4)
-        if columns <= 2048:
-            return Tiles(2, 2048, 8 if shape.weight_rows <= 1024 else 4)
-        # Whole rows: all of them are in flight before the wait.
-        if 3072 < columns <= 4096:
-            return Tiles(1, 4096, 4) if shape.gated else Tiles(2, 4096, 8)
-        return Tiles(2, 1024, 4)  # Small tiles: more of them are there at once.
+        return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape))
+    columns = shape.inputs
     elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_matmuls
-    if rows <= 4 and not shape.gated and elementwise:
-        return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
+    if 0 < rows <= 4 and not shape.gated and elementwise:
+        return Matmul(Kernel.ELEMENTWISE, ElementwiseTiles(4, *((256, 1) if columns <= 1024 else (1024, 4))))
     few = rows <= 16 and columns < limits.deep_inputs
-    if few or (rows <= 32 and shape.weight_rows >= limits.many_weight_rows):
-        return Tiles(64, 128, 4, 5)
+    if rows > 0 and (few or (rows <= 32 and shape.weight_rows >= limits.many_weight_rows)):
+        return Matmul(Kernel.TILES, RowTiles(max(16, next_power_of_2(rows)), 64, 128, 4, 5))
     return None
 
 
@@ -407,7 +392,7 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
         splits = (2 * at_once + programs) // (2 * programs)
         if block_rows == 64 or programs > gpu.sms:
             whole = replace(whole, num_stages=3)
-    most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs) // MIN_SPLIT_ROUNDS)
+    most = min(MAX_ROW_SPLITS, whole.rounds(shape.inputs) // MIN_SPLIT_ROUNDS)
     return replace(whole, splits=max(1, min(most, splits)))
 
 
@@ -424,30 +409,29 @@ def _is_for_fp8_row_pipeline(shape: Shape, gpu: GPU) -> bool:
 
 
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
-    """Which of the kernels that fp8_linear.py launches. Whether rows become fp8 depends on their number
-    alone, because the operation that makes them must know before."""
+    """Whether rows become fp8 depends on their number alone, because the operation that makes them must know
+    before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
-        tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
+        tiles = [RowTiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
         busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
         whole = shape.inputs % (shape.group or 16) == shape.outs % 16 == 0
         # With scales of groups cuBLAS adds no bias, and wants the scales of four rows aligned.
         takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
-        kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY
-        return Matmul(kernel, fp8_tiles=next(busy, tiles[-1]))
+        return Matmul(Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY, next(busy, tiles[-1]))
     if rows == 1:
         kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.FP8_ROW
         norms = kernel is Kernel.HOPPER_FP8_ROW and shape.before is Before.NORM
         # Small tiles: more of them are there at once.
-        return Matmul(kernel, norms=norms, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+        return Matmul(kernel, ElementwiseTiles(2 if shape.gated else 4, 1024, 4), norms=norms)
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
-    num_tiles = cdiv(shape.inputs, columns)
-    most = max(1, min(MAX_FP8_SPLITS, num_tiles // MIN_SPLIT_TILES))
-    splits = next((n for n in range(1, most) if programs * n >= FP8_PROGRAMS * gpu.sms), most)
-    stages = 5 if num_tiles // splits > 8 else 3  # A short pipeline is full sooner.
-    return Matmul(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, stages, splits))
+    rounds = cdiv(shape.inputs, columns)
+    most = max(1, min(MAX_ROW_SPLITS, rounds // MIN_FP8_ROUNDS))
+    splits = next((n for n in range(1, most) if programs * n >= gpu.limits.fp8_programs * gpu.sms), most)
+    stages = 5 if rounds // splits > 8 else 3  # A short pipeline is full sooner.
+    return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, stages, splits))
 
 
 class ExpertTiles(NamedTuple):
@@ -542,7 +526,7 @@ def _split_slots(
     if of.group == MXFP4_GROUP and not of.is_fp8:
         tiles = _packed_tiles(tiles.rows, tiles.outs, inputs, of.bits, 3, num_stages=2)
         at_once = (MXFP4_GATED_PROGRAMS if gated else MXFP4_PROGRAMS) * gpu.sms
-    most = min(MAX_PACKED_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
+    most = min(MAX_ROW_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)
     splits = at_once // (max(1, num_slots) * cdiv(outs, tiles.outs))
     return replace(tiles, splits=max(1, min(most, splits)))
 

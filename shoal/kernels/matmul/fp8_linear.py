@@ -26,22 +26,30 @@ import triton.language as tl
 
 from shoal.kernels.activation import gate_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
-from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
+from shoal.kernels.matmul.dispatch import (
+    After,
+    Before,
+    ElementwiseTiles,
+    Kernel,
+    RowTiles,
+    Shape,
+    choose,
+    gpu_of,
+)
 from shoal.kernels.matmul.linear import epilogue
 from shoal.kernels.matmul.loaders import Fp8Matrix
 from shoal.kernels.matmul.shared_memory import fitting_stages
-from shoal.kernels.matmul.split_k import arrival_counters
+from shoal.kernels.matmul.tile_matmul import tile_matmul
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize
 from shoal.kernels.quant.fp8_tensor import Fp8Rows
-from shoal.kernels.quant.widen import widened_words
 from shoal.kernels.rounding import cdiv
+from shoal.kinds.experts import Activation
 
 if HAS_GLUON:
     from shoal.kernels.matmul import hopper_fp8_row
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
-MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; dispatch.py stays below
 
 
 @triton.jit
@@ -114,157 +122,6 @@ def _row_kernel(
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptr + out, result, mask=out < O)
-
-
-@triton.jit
-def operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
-    """64 inputs of tiles of 16 outputs as tensor cores take them, [16 TILES, 64], in an order of their own.
-    Each thread reads 16 bytes of two outputs, [TILES, 32, 4] int32, and what it has read are the very weights
-    that it has to feed, so nothing moves between threads."""
-    TILES: tl.constexpr = low_ptrs.shape[0]
-    low = widened_words(tl.load(low_ptrs), DTYPE)
-    high = widened_words(tl.load(high_ptrs), DTYPE)
-    weights = tl.reshape(tl.join(low, high), (TILES, 8, 4, 4, 2, 2, 2))  # tile, g, c, word, u, e, h
-    return tl.reshape(tl.permute(weights, (0, 6, 1, 3, 4, 2, 5)), (TILES * 16, 64))
-
-
-@triton.jit
-def operand_order(x):
-    """Rows in the same order, [64, T]. A lane, 4 g + c, has outputs g and g + 8 and feeds inputs
-    8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, 4 from each word."""
-    ROWS: tl.constexpr = x.shape[0]
-    x = tl.permute(tl.reshape(x, (ROWS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # row, word, u, c, e
-    return tl.trans(tl.reshape(x, (ROWS, 64)))
-
-
-@triton.jit(do_not_specialize=["T"])
-def _few_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    parts_ptr,
-    arrived_ptr,
-    O,
-    I,
-    T,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    EVEN: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
-    TILED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The matmul of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
-    tensor cores: out^T = weight @ x^T. TILED: weights are read as `operand` says, for which all tiles are
-    whole and `weight_ptr` is of int32."""
-    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = tl.arange(0, BLOCK_I)
-    in_out, in_row = (out < O)[:, None], (row < T)[None, :]
-    num_outs = O * (1 + GATED)
-    weight_ptrs = weight_ptr + out.to(tl.int64)[:, None] * I + column[None, :]
-    up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
-    x_ptrs = x_ptr + row[None, :] * I + column[:, None]
-    out_ptrs = out_ptr + row[None, :] * O + out[:, None]
-    if TILED:
-        lane = tl.arange(0, 32)[None, :, None]
-        tile = (tl.program_id(0) * (BLOCK_O // 16) + tl.arange(0, BLOCK_O // 16)).to(tl.int64)[:, None, None]
-        low_ptrs = weight_ptr + (tile * 16 + lane // 4) * (I // 4)
-        low_ptrs += lane % 4 * 4 + tl.arange(0, 4)[None, None, :]
-        x_ptrs = x_ptr + row[:, None] * I + tl.arange(0, 64)[None, :]
-    first, end = 0, I
-    if SPLITS > 1:
-        length = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
-        first = tl.program_id(2) * length
-        end = tl.minimum(first + length, I)
-    wait_for_inputs(PDL)
-
-    if ADD:
-        before = tl.load(out_ptrs, mask=in_out & in_row, other=0.0)
-    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-    up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-    for start in range(first, end, BLOCK_I):
-        if TILED:
-            part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-            up_part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-            for at in tl.static_range(0, BLOCK_I, 64):
-                x = operand_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
-                ptrs = low_ptrs + (start + at) // 4
-                weight = operand(ptrs, ptrs + 2 * I, x.dtype)
-                if SCALE_GROUP > 0:
-                    part = tl.dot(weight, x, part)
-                else:
-                    sums = tl.dot(weight, x, sums)
-                if GATED:
-                    ptrs += O.to(tl.int64) * (I // 4)
-                    up_weight = operand(ptrs, ptrs + 2 * I, x.dtype)
-                    if SCALE_GROUP > 0:
-                        up_part = tl.dot(up_weight, x, up_part)
-                    else:
-                        up_sums = tl.dot(up_weight, x, up_sums)
-            if SCALE_GROUP > 0:
-                scale_ptrs = scales_ptr + start // SCALE_GROUP * num_outs + out
-                sums += part * tl.load(scale_ptrs)[:, None]
-                if GATED:
-                    up_sums += up_part * tl.load(scale_ptrs + O)[:, None]
-        else:
-            in_x, in_tile = in_row, in_out
-            if not EVEN:
-                in_x = in_row & (start + column < I)[:, None]
-                in_tile = in_out & (start + column < I)[None, :]
-            x = tl.load(x_ptrs + start, mask=in_x, other=0.0)
-            weight = tl.load(weight_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
-            if GATED:
-                up_weight = tl.load(up_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
-            if SCALE_GROUP > 0:
-                scale_ptrs = scales_ptr + start // SCALE_GROUP * num_outs + out
-                scale = tl.load(scale_ptrs, mask=out < O, other=0.0)
-                sums += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
-                if GATED:
-                    up_scale = tl.load(scale_ptrs + O, mask=out < O, other=0.0)
-                    up_sums += tl.dot(up_weight, x, input_precision="ieee") * up_scale[:, None]
-            else:
-                sums = tl.dot(weight, x, sums, input_precision="ieee")
-                if GATED:
-                    up_sums = tl.dot(up_weight, x, up_sums, input_precision="ieee")
-
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-        parts_ptr += tile.to(tl.int64) * (SPLITS * (1 + GATED) * SIZE)
-        mine = parts_ptr + tl.program_id(2) * ((1 + GATED) * SIZE) + at
-        tl.store(mine, sums)
-        if GATED:
-            tl.store(mine + SIZE, up_sums)
-        # All threads have stored before one of them says so, and it has heard of the others before any reads.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") < SPLITS - 1:
-            return
-        tl.store(arrived_ptr + tile, 0)
-        tl.debug_barrier()
-        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-        up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-        for split in tl.static_range(SPLITS):
-            theirs = parts_ptr + split * ((1 + GATED) * SIZE) + at
-            sums += tl.load(theirs, cache_modifier=".cg")
-            if GATED:
-                up_sums += tl.load(theirs + SIZE, cache_modifier=".cg")
-
-    if SCALE_GROUP == 0:
-        sums *= tl.load(scales_ptr + out, mask=out < O, other=0.0)[:, None]
-        if GATED:
-            up_sums *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)[:, None]
-    result = epilogue(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
-    if ADD:
-        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
-    tl.store(out_ptrs, result, mask=in_out & in_row)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -419,21 +276,24 @@ def _run(
     assert out_TO.is_contiguous() and out_TO.shape == (rows, shape.outs) and out_TO.dtype == x_TI.dtype
     if rows == 0:
         return out_TO
-    assert chosen.fp8_tiles is not None
     if chosen.kernel in ROWS_ARE_FP8:
+        assert isinstance(chosen.tiles, RowTiles)
         if not isinstance(x_TI, Fp8Rows):
             x_TI = quantize(x_TI, matrix.group)
         if chosen.kernel is Kernel.FP8_TORCH and out_TO.dtype == torch.bfloat16:
             _by_torch(x_TI, matrix, bias, out_TO, residual_TO is not None)
         else:
-            _many(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
+            _many(chosen.tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
     else:
         assert isinstance(x_TI, torch.Tensor)
-        if chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
+        if isinstance(chosen.tiles, RowTiles):
+            activation = Activation() if shape.gated else None
+            tile_matmul(chosen.tiles, x_TI, matrix, bias, out_TO, activation, residual_TO is not None)
+        elif chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
             _ring(x_TI, matrix, bias, out_TO, shape)
         else:
-            matmul = _few if chosen.kernel is Kernel.FP8_FEW else _row
-            matmul(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
+            assert isinstance(chosen.tiles, ElementwiseTiles)
+            _row(chosen.tiles, x_TI, matrix, bias, out_TO, shape)
     return out_TO
 
 
@@ -460,7 +320,7 @@ def _ring(
 
 
 def _row(
-    tiles: Fp8Tiles,
+    tiles: ElementwiseTiles,
     x_TI: torch.Tensor,
     matrix: Fp8Matrix,
     bias: torch.Tensor | None,
@@ -488,54 +348,8 @@ def _row(
     )
 
 
-def _few(
-    tiles: Fp8Tiles,
-    x_TI: torch.Tensor,
-    matrix: Fp8Matrix,
-    bias: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    shape: Shape,
-) -> None:
-    assert x_TI.is_contiguous()
-    rows = len(x_TI)
-    grid = (cdiv(shape.outs, tiles.outs), cdiv(rows, tiles.rows), tiles.splits)
-    parts, arrived = matrix.scales, matrix.scales
-    if tiles.splits > 1:
-        assert grid[0] * grid[1] <= MAX_SPLIT_TILES
-        size = tiles.rows * tiles.outs * (1 + shape.gated)
-        parts = x_TI.new_empty(grid[0] * grid[1] * grid[2] * size, dtype=torch.float32)
-        arrived = arrival_counters("fp8_linear", MAX_SPLIT_TILES, x_TI.device)
-    stage_bytes = tiles.columns * (tiles.outs * (1 + shape.gated) + tiles.rows * x_TI.itemsize)
-    whole = tiles.columns % 64 == shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
-    tiled = whole and x_TI.itemsize == 2
-    _few_kernel[grid](
-        x_TI,
-        matrix.data.view(torch.int32) if tiled else matrix.data,
-        matrix.scales,
-        bias,
-        out_TO,
-        parts,
-        arrived,
-        shape.outs,
-        shape.inputs,
-        rows,
-        GATED=shape.gated,
-        ADD=shape.after is After.ADD,
-        EVEN=shape.inputs % tiles.columns == 0,
-        SCALE_GROUP=matrix.group,
-        TILED=tiled,
-        SPLITS=tiles.splits,
-        BLOCK_T=tiles.rows,
-        BLOCK_O=tiles.outs,
-        BLOCK_I=tiles.columns,
-        num_warps=tiles.num_warps,
-        num_stages=fitting_stages(tiles.num_stages, stage_bytes, x_TI.device),
-        **pdl_options(),
-    )
-
-
 def _many(
-    tiles: Fp8Tiles, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
+    tiles: RowTiles, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
 ) -> None:
     assert x.group == matrix.group and x.data.is_contiguous()
     (rows, inputs), outs = x.data.shape, matrix.data.shape[0]

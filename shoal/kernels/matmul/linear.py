@@ -1,10 +1,9 @@
-"""Matmuls of few rows with a weight matrix, in Triton. Reading the weights takes all of their time.
+"""Matmuls with a weight matrix in 16 or 32 bits, by the kernel that dispatch.py chooses: tensor cores'
+(tile_matmul.py), one of Hopper's, cuBLAS, or the one here, in Triton, for one to four rows.
 
-dispatch.py chooses between these kernels, cuBLAS and Hopper's kernels.
-
-A few rows are multiplied elementwise in float32 with tiles of the weight; the first is loaded before
-the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
-are padded to 16 only. No sum is split over programs, so each result is one sum in a fixed order.
+Reading the weights takes all of its time. The rows are multiplied elementwise in float32 with tiles of the
+weight; the first is loaded before the rows are there (pdl.py). No sum is split over programs, so each result
+is one sum in a fixed order.
 
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the matmul,
 rounded as one of its own, is added to what the output holds, the residual, which is loaded before the
@@ -28,8 +27,18 @@ import triton.language as tl
 from shoal.kernels.activation import gate_mul, silu
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.dispatch import After, Before, Kernel, Matmul, Shape, Tiles, choose
-from shoal.kernels.matmul.shared_memory import fitting_stages
+from shoal.kernels.matmul.dispatch import (
+    After,
+    Before,
+    ElementwiseTiles,
+    HopperTiles,
+    Kernel,
+    Matmul,
+    RowTiles,
+    Shape,
+    choose,
+)
+from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
@@ -155,54 +164,6 @@ def epilogue(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.con
     return result
 
 
-@triton.jit(do_not_specialize=["T"])
-def _matrix_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    O,
-    I,
-    T,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The matmul of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
-    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    row = tl.arange(0, BLOCK_T)
-    column = tl.arange(0, BLOCK_I)
-    in_out, in_row = (out < O)[:, None], (row < T)[None, :]
-    weight_ptrs = weight_ptr + out.to(tl.int64)[:, None] * I + column[None, :]
-    up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
-    x_ptrs = x_ptr + row[None, :] * I + column[:, None]
-    out_ptrs = out_ptr + row[None, :] * O + out[:, None]
-    wait_for_inputs(PDL)
-
-    if ADD:
-        before = tl.load(out_ptrs, mask=in_out & in_row, other=0.0)
-    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-    up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-    for start in range(0, I, BLOCK_I):
-        if EVEN:
-            x = tl.load(x_ptrs + start, mask=in_row, other=0.0)
-            in_tile = in_out
-        else:
-            x = tl.load(x_ptrs + start, mask=in_row & (start + column < I)[:, None], other=0.0)
-            in_tile = in_out & (start + column < I)[None, :]
-        sums = tl.dot(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x, sums)
-        if GATED:
-            up_sums = tl.dot(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x, up_sums)
-    result = epilogue(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
-    if ADD:
-        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
-    tl.store(out_ptrs, result, mask=in_out & in_row)
-
-
 @contextmanager
 def _exact_sums(num_outs: int) -> Iterator[None]:
     """Inside this context cuBLAS adds the parts of a split sum in float32.
@@ -284,14 +245,14 @@ def add_norm_linear(
         return hopper_row.hopper_row_matmul(
             residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
         ), residual_TD
-    assert chosen.tiles is not None
+    assert isinstance(chosen.tiles, ElementwiseTiles)
     if x_TD is None:
-        return matmul(
+        return elementwise_matmul(
             chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
         ), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
-    return matmul(
+    return elementwise_matmul(
         chosen.tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
     ), sum_TD
 
@@ -323,10 +284,13 @@ def _run(
         return hopper_gated.hopper_gated_matmul(x_TI, weight)
     if chosen.kernel is Kernel.HOPPER_ROW:
         return hopper_row.hopper_row_matmul(x_TI, weight, bias, gated, residual_TO)
-    if chosen.hopper_tiles is not None:
-        return hopper_linear.hopper_matmul(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
-    if chosen.tiles is not None:
-        return matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+    match chosen.tiles:
+        case HopperTiles():
+            return hopper_linear.hopper_matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+        case RowTiles():
+            return tile_linear(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+        case ElementwiseTiles():
+            return elementwise_matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return gate_mul(F.linear(x_TI, weight, bias))
     with _exact_sums(weight.shape[0]):
@@ -335,8 +299,8 @@ def _run(
         return residual_TO.addmm_(x_TI, weight.t())
 
 
-def matmul(
-    tiles: Tiles,
+def elementwise_matmul(
+    tiles: ElementwiseTiles,
     x_TI: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -347,59 +311,35 @@ def matmul(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """x @ weight^T + bias, cut as `tiles` say. The matmul is added to `residual_TO` in place, if there is
-    one, which is then returned. `norm`, for elementwise matmuls alone: the norm's weight, the residual to
-    add to x before it (or None), and where that sum goes."""
+    one, which is then returned. `norm`: the norm's weight, the residual to add to x before it (or None), and
+    where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
-    add = residual_TO is not None
-    grid, even = (cdiv(outs, tiles.outs),), columns % tiles.columns == 0
-    if tiles.num_stages == 0:
-        whole = columns <= tiles.columns
-        _vector_kernel[grid](
-            x_TI,
-            *norm,
-            weight,
-            bias,
-            out_TO,
-            eps,
-            outs,
-            columns,
-            rows,
-            GATED=gated,
-            ADD=add,
-            EVEN=even,
-            WHOLE=whole,
-            PREFETCH=not whole
-            and columns % 8 == 0
-            and grid[0] * tiles.num_warps <= dispatch.gpu_of(x_TI.device).limits.prefetched_warps,
-            BLOCK_T=next_power_of_2(rows),
-            BLOCK_O=tiles.outs,
-            BLOCK_I=tiles.columns,
-            num_warps=tiles.num_warps,
-            num_stages=1,
-            **pdl_options(),
-        )
-    else:
-        block_t = max(16, next_power_of_2(rows))
-        stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
-        _matrix_kernel[grid](
-            x_TI,
-            weight,
-            bias,
-            out_TO,
-            outs,
-            columns,
-            rows,
-            GATED=gated,
-            ADD=add,
-            EVEN=even,
-            BLOCK_T=block_t,
-            BLOCK_O=tiles.outs,
-            BLOCK_I=tiles.columns,
-            num_warps=tiles.num_warps,
-            num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
-            **pdl_options(),
-        )
+    programs, whole = cdiv(outs, tiles.outs), columns <= tiles.columns
+    _vector_kernel[(programs,)](
+        x_TI,
+        *norm,
+        weight,
+        bias,
+        out_TO,
+        eps,
+        outs,
+        columns,
+        rows,
+        GATED=gated,
+        ADD=residual_TO is not None,
+        EVEN=columns % tiles.columns == 0,
+        WHOLE=whole,
+        PREFETCH=not whole
+        and columns % 8 == 0
+        and programs * tiles.num_warps <= dispatch.gpu_of(x_TI.device).limits.prefetched_warps,
+        BLOCK_T=next_power_of_2(rows),
+        BLOCK_O=tiles.outs,
+        BLOCK_I=tiles.columns,
+        num_warps=tiles.num_warps,
+        num_stages=1,
+        **pdl_options(),
+    )
     return out_TO

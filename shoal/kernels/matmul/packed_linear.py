@@ -20,10 +20,9 @@ from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import After, Before, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.loaders import LARGER_BF16, LARGER_FP16, TiledWeight, e2m1, fma, num_groups, number
-from shoal.kernels.matmul.tile_matmul import tile_matmul
+from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv
-from shoal.kinds.experts import Activation
 
 if HAS_GLUON:
     from shoal.kernels.matmul import hopper_int4_row
@@ -102,8 +101,8 @@ def packed_matmul(
     chosen = choose(shape, x_TI.shape[0], x_TI.dtype, dispatch.gpu_of(x_TI.device))
     if chosen.kernel is Kernel.HOPPER_INT4_ROW:
         return _ring(x_TI, weight, bias, gated, residual_TO)
-    if chosen.packed_tiles is not None:
-        return matmul(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
+    if isinstance(chosen.tiles, RowTiles):
+        return tile_linear(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return gate_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
@@ -167,22 +166,6 @@ def _ring(
         eps=eps,
     )
     return out_1O
-
-
-def matmul(
-    tiles: RowTiles,
-    x_TI: torch.Tensor,
-    weight: TiledWeight,
-    bias: torch.Tensor | None,
-    gated: bool,
-    residual_TO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same, cut as `tiles` say."""
-    outs = weight.shape[0] // (1 + gated)
-    out_TO = empty_matmul_input(x_TI, len(x_TI), outs) if residual_TO is None else residual_TO
-    activation = Activation() if gated else None
-    tile_matmul(tiles, x_TI, weight, bias, out_TO, activation, add=residual_TO is not None)
-    return out_TO
 
 
 def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import activate
+from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.matmul.dispatch import MAX_SPLIT_TILES, RowTiles
 from shoal.kernels.matmul.loaders import (
     FP8,
@@ -414,3 +415,21 @@ def tile_matmul(
         num_stages=fitting_stages(tiles.num_stages, stage_bytes, x.device),
         **pdl_options(),
     )
+
+
+def tile_linear(
+    tiles: RowTiles,
+    x_TI: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
+    added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
+    out_TO = residual_TO
+    if out_TO is None:
+        out_TO = empty_matmul_input(x_TI, len(x_TI), weight_shape(weight)[0] // (1 + gated))
+    assert out_TO.shape[0] == len(x_TI)
+    tile_matmul(tiles, x_TI, weight, bias, out_TO, Activation() if gated else None, residual_TO is not None)
+    return out_TO

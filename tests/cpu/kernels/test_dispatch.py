@@ -14,13 +14,14 @@ from shoal.kernels.matmul.dispatch import (
     MEASURED,
     After,
     Before,
+    ElementwiseTiles,
     ExpertFormat,
     HopperTiles,
     Kernel,
     Limits,
     Matmul,
+    RowTiles,
     Shape,
-    Tiles,
     choose,
     choose_expert_tiles,
     derived_limits,
@@ -35,31 +36,44 @@ RING, RING_WITH_NORM = Matmul(Kernel.HOPPER_ROW), Matmul(Kernel.HOPPER_ROW, norm
 MANY_GATED = Matmul(Kernel.HOPPER_GATED)
 
 
-def triton(*tiles: int, norms: bool = False) -> Matmul:
-    return Matmul(Kernel.TRITON, Tiles(*tiles), norms=norms)
+def elementwise(*tiles: int, norms: bool = False) -> Matmul:
+    return Matmul(Kernel.ELEMENTWISE, ElementwiseTiles(*tiles), norms=norms)
+
+
+def tensor_cores(*tiles: int) -> Matmul:
+    return Matmul(Kernel.TILES, RowTiles(*tiles))
 
 
 def hopper(*tiles: int) -> Matmul:
-    return Matmul(Kernel.HOPPER, hopper_tiles=HopperTiles(*tiles))
+    return Matmul(Kernel.HOPPER, HopperTiles(*tiles))
 
 
 # outs, inputs, before, after; then what multiplies how many rows. qwen3-0.6b's shapes come first, then 8b's.
 H200_TABLE = [
-    ((4096, 1024, SUM_AND_NORM, PLAIN), {1: triton(4, 1024, 4, norms=True), 2: hopper(8, 64)}),
-    ((4096, 1024, NORM, PLAIN), {1: triton(4, 1024, 4, norms=True), 33: hopper(64, 32), 257: CUBLAS}),
-    ((1024, 2048, NOTHING, ADD), {0: CUBLAS, 1: triton(2, 2048, 8), 256: hopper(64, 32)}),
-    ((3072, 1024, NORM, GATED), {1: triton(8, 512, 4, norms=True), 64: hopper(64, 32), 4096: MANY_GATED}),
-    ((1024, 3072, NOTHING, ADD), {1: triton(2, 1024, 4), 8: hopper(8, 64, 3), 4096: CUBLAS}),
-    ((151936, 1024, NOTHING, PLAIN), {1: triton(8, 512, 4), 4: triton(64, 128, 4, 5), 64: CUBLAS}),
+    ((4096, 1024, SUM_AND_NORM, PLAIN), {1: elementwise(4, 1024, 4, norms=True), 2: hopper(8, 64)}),
+    ((4096, 1024, NORM, PLAIN), {1: elementwise(4, 1024, 4, norms=True), 33: hopper(64, 32), 257: CUBLAS}),
+    ((1024, 2048, NOTHING, ADD), {0: CUBLAS, 1: elementwise(2, 2048, 8), 256: hopper(64, 32)}),
+    (
+        (3072, 1024, NORM, GATED),
+        {1: elementwise(8, 512, 4, norms=True), 64: hopper(64, 32), 4096: MANY_GATED},
+    ),
+    ((1024, 3072, NOTHING, ADD), {1: elementwise(2, 1024, 4), 8: hopper(8, 64, 3), 4096: CUBLAS}),
+    (
+        (151936, 1024, NOTHING, PLAIN),
+        {1: elementwise(8, 512, 4), 4: tensor_cores(16, 64, 128, 4, 5), 64: CUBLAS},
+    ),
     ((6144, 4096, NORM, PLAIN), {1: RING_WITH_NORM, 2: hopper(8, 64), 128: hopper(128, 64, 1, 64)}),
     ((6144, 4096, SUM_AND_NORM, PLAIN), {1: RING, 129: CUBLAS}),
-    ((4096, 2048, SUM_AND_NORM, PLAIN), {1: triton(2, 2048, 4, norms=True)}),
+    ((4096, 2048, SUM_AND_NORM, PLAIN), {1: elementwise(2, 2048, 4, norms=True)}),
     ((12288, 4096, NORM, GATED), {1: RING_WITH_NORM, 16: hopper(16, 128, 1, 64), 4095: CUBLAS}),
     ((4096, 12288, NOTHING, ADD), {1: RING, 300: Matmul(Kernel.CUBLAS, adds=False)}),
-    ((1536, 4096, NOTHING, GATED), {1: triton(1, 4096, 4), 8: CUBLAS}),  # one of 8 ranks'
-    ((2048, 32784, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
-    ((2048, 4104, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
-    ((100, 500, NOTHING, PLAIN), {2: triton(4, 256, 1), 16: triton(64, 128, 4, 5), 17: CUBLAS}),
+    ((1536, 4096, NOTHING, GATED), {1: elementwise(1, 4096, 4), 8: CUBLAS}),  # one of 8 ranks'
+    ((2048, 32784, NOTHING, PLAIN), {1: elementwise(2, 1024, 4)}),
+    ((2048, 4104, NOTHING, PLAIN), {1: elementwise(2, 1024, 4)}),
+    (
+        (100, 500, NOTHING, PLAIN),
+        {2: elementwise(4, 256, 1), 16: tensor_cores(16, 64, 128, 4, 5), 17: CUBLAS},
+    ),
 ]
 
 
@@ -86,13 +100,14 @@ def test_a_bias_keeps_cublas_from_adding_and_gate_and_up_of_many_rows_from_hoppe
 @pytest.mark.parametrize(("name", "sms"), [("A100", 108), ("L40S", 142), ("RTX 4090", 128), ("T4", 40)])
 def test_other_gpus_have_no_kernel_of_hoppers_and_limits_of_their_own_size(name, sms):
     gpu = GPU(sms, False, derived_limits(sms))
+    kernels = Kernel.ELEMENTWISE, Kernel.TILES, Kernel.CUBLAS
     for shape, expected in H200_TABLE:
         for rows in expected:
-            assert choose(Shape(*shape), rows, BF16, gpu).kernel in (Kernel.TRITON, Kernel.CUBLAS)
+            assert choose(Shape(*shape), rows, BF16, gpu).kernel in kernels
     # A wave is a wave on each GPU: as many programs an SM.
     edge = gpu.limits.many_weight_rows
     assert edge // sms == H200.limits.many_weight_rows // 132
-    assert choose(Shape(edge, 4096), 32, BF16, gpu).kernel is Kernel.TRITON
+    assert choose(Shape(edge, 4096), 32, BF16, gpu).kernel is Kernel.TILES
     assert choose(Shape(edge - 1, 4096), 32, BF16, gpu).kernel is Kernel.CUBLAS
 
 
@@ -162,13 +177,15 @@ def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
 
-    def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:
-        slow = chosen.kernel is Kernel.CUBLAS and shape.inputs < 9000
+    def measure(case, chosen: Matmul, limits: Limits) -> float:
+        slow = chosen.kernel is Kernel.CUBLAS and case.shape.inputs < 9000
         return 1.0 + slow + (chosen.kernel is Kernel.HOPPER_ROW)
 
     gpu = GPU(100, True, derived_limits(100))
     shapes = [shape for shape in benchmark.shapes() if shape.inputs % 16 == 0]
-    limits = benchmark.fit(gpu, [(shape, rows) for shape in shapes for rows in (1, 16)], measure)
+    limits = benchmark.fit(
+        gpu, [benchmark.Case(shape, rows) for shape in shapes for rows in (1, 16)], measure
+    )
     chosen = [choose(shape, 1, BF16, gpu._replace(limits=limits)) for shape in shapes]
     assert all(matmul.kernel is not Kernel.HOPPER_ROW for matmul in chosen)
     assert limits.prefetched_warps == gpu.limits.prefetched_warps  # no time depends on it

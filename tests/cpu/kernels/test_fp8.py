@@ -20,9 +20,18 @@ from triton_compile import check_kernels
 from shoal.errors import CheckpointError
 from shoal.kernels import reference
 from shoal.kernels.matmul import fp8_linear, gpu_fp8
-from shoal.kernels.matmul.dispatch import GPU, After, Fp8Tiles, Kernel, Shape, choose
+from shoal.kernels.matmul.dispatch import (
+    GPU,
+    MAX_SPLIT_TILES,
+    ElementwiseTiles,
+    Kernel,
+    RowTiles,
+    Shape,
+    choose,
+)
 from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.matmul.split_k import arrival_counters
+from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize, rms_norm_fp8
 from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor, quantize_rows
 
@@ -155,21 +164,20 @@ def test_whole_tiles_go_from_memory_to_tensor_cores_as_they_lie(rows: int, group
 def test_split_inputs_are_added_by_the_last_to_arrive(gated: bool, splits: int, group: int) -> None:
     """Five splits of three tiles: two of them have nothing to add. The counters are zeros afterwards."""
     tensor, x = tensor_of(70, 300, group), torch.randn(17, 300).half()
-    shape = Shape(70 // (1 + gated), 300, after=After.SILU_MUL if gated else After.ADD, group=group)
-    tiles = Fp8Tiles(16, 32, min(128, group or 128), 4, 3, splits)
-    residual = torch.randn(17, shape.outs).half()
-    out, want = residual.clone(), x.float() @ tensor.dequantize().T
+    tiles = RowTiles(16, 32, min(128, group or 128), 4, 3, splits)
+    residual = None if gated else torch.randn(17, 70).half()
+    want = x.float() @ tensor.dequantize().T
     for _ in range(2):
-        out.copy_(residual)
-        fp8_linear._few(tiles, x, matrix_of(tensor, group), None, out, shape)
-        expected = reference.gate_mul(want) if gated else residual + want
+        added = None if residual is None else residual.clone()
+        out = tile_linear(tiles, x, matrix_of(tensor, group), None, gated, added)
+        expected = reference.gate_mul(want) if residual is None else residual + want
         torch.testing.assert_close(out.float(), expected.float(), rtol=4e-3, atol=4e-3)
-    assert not arrival_counters("fp8_linear", fp8_linear.MAX_SPLIT_TILES, x.device).any()
+    assert not arrival_counters("tile_matmul", MAX_SPLIT_TILES, x.device).any()
 
 
-@pytest.mark.parametrize("tiles", [Fp8Tiles(16, 16, 32, 1, 2), Fp8Tiles(32, 64, 64, 4, 2)], ids=str)
+@pytest.mark.parametrize("tiles", [RowTiles(16, 16, 32, 1, 2), RowTiles(32, 64, 64, 4, 2)], ids=str)
 @GROUPS
-def test_any_tiles_of_many_rows_give_the_matmul(tiles: Fp8Tiles, group: int) -> None:
+def test_any_tiles_of_many_rows_give_the_matmul(tiles: RowTiles, group: int) -> None:
     if group % tiles.columns:
         pytest.skip("a tile has one scale")
     tensor, rows = tensor_of(70, 300, group), quantize_rows(torch.randn(45, 300).half(), group)
@@ -270,30 +278,30 @@ H200 = GPU(132, True)
 @pytest.mark.parametrize(
     ("outs", "inputs", "rows", "kernel", "tiles"),
     [
-        (6144, 4096, 1, Kernel.HOPPER_FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
-        (6144, 4104, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
-        (4096, 1024, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
-        (6144, 4096, 2, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 7)),
-        (1024, 1024, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 2)),
-        (4096, 12288, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 5, 8)),
-        (4096, 4096, 17, Kernel.FP8_TORCH, Fp8Tiles(64, 64, 128, 4, 4)),
-        (24576, 4096, 65, Kernel.FP8_TORCH, Fp8Tiles(128, 128, 128, 8, 4)),
-        (4096, 4096, 300, Kernel.FP8_TORCH, Fp8Tiles(128, 64, 128, 4, 4)),
-        (4090, 4096, 4096, Kernel.FP8_MANY, Fp8Tiles(128, 128, 128, 8, 4)),
+        (6144, 4096, 1, Kernel.HOPPER_FP8_ROW, ElementwiseTiles(4, 1024, 4)),
+        (6144, 4104, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
+        (4096, 1024, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
+        (6144, 4096, 2, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 7)),
+        (1024, 1024, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 2)),
+        (4096, 12288, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 5, 8)),
+        (4096, 4096, 17, Kernel.FP8_TORCH, RowTiles(64, 64, 128, 4, 4)),
+        (24576, 4096, 65, Kernel.FP8_TORCH, RowTiles(128, 128, 128, 8, 4)),
+        (4096, 4096, 300, Kernel.FP8_TORCH, RowTiles(128, 64, 128, 4, 4)),
+        (4090, 4096, 4096, Kernel.FP8_MANY, RowTiles(128, 128, 128, 8, 4)),
     ],
 )
 def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
-    outs: int, inputs: int, rows: int, kernel: Kernel, tiles: Fp8Tiles
+    outs: int, inputs: int, rows: int, kernel: Kernel, tiles: ElementwiseTiles | RowTiles
 ) -> None:
     chosen = choose(Shape(outs, inputs), rows, FP8, H200)
-    assert (chosen.kernel, chosen.fp8_tiles) == (kernel, tiles)
+    assert (chosen.kernel, chosen.tiles) == (kernel, tiles)
     for group in (32, 128):
         of_groups = choose(Shape(outs, inputs, group=group), rows, FP8, H200)
         others = {Kernel.FP8_TORCH: Kernel.FP8_MANY, Kernel.HOPPER_FP8_ROW: Kernel.FP8_ROW}
         has_groups = group == 128 and (kernel is Kernel.HOPPER_FP8_ROW or rows % 4 == 0)
         assert of_groups.kernel is (kernel if has_groups else others.get(kernel, kernel))
-        assert of_groups.fp8_tiles is not None
-        assert rows == 1 or of_groups.fp8_tiles.columns == group
+        assert of_groups.tiles is not None
+        assert rows == 1 or of_groups.tiles.columns == group
 
 
 def test_torch_multiplies_what_it_can_on_hopper() -> None:
@@ -307,5 +315,5 @@ def test_torch_multiplies_what_it_can_on_hopper() -> None:
 
 
 def test_fewer_sms_need_fewer_splits() -> None:
-    splits = [choose(Shape(4096, 4096), 8, FP8, GPU(sms)).fp8_tiles.splits for sms in (20, 46, 84, 132)]
+    splits = [choose(Shape(4096, 4096), 8, FP8, GPU(sms)).tiles.splits for sms in (20, 46, 84, 132)]
     assert splits == [2, 4, 7, 8]

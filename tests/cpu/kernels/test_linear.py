@@ -20,10 +20,12 @@ from triton_compile import check_kernels
 from shoal.kernels import reference
 from shoal.kernels.matmul import linear
 from shoal.kernels.matmul import reference as matmul_reference
-from shoal.kernels.matmul.dispatch import GPU, After, Kernel, Shape, Tiles, choose
+from shoal.kernels.matmul.dispatch import GPU, After, ElementwiseTiles, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.shared_memory import fitting_stages
+from shoal.kernels.matmul.tile_matmul import tile_linear
 
 BF16, FP16 = torch.bfloat16, torch.float16
+FEW_ROWS = Kernel.ELEMENTWISE, Kernel.TILES
 LAUNCHES: dict[str, Callable[[], object]] = {}
 
 
@@ -49,7 +51,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate
 def test_matmuls_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
     x, weight, b = operands(rows, outs, columns, bias, gated)
     shape = Shape(outs, columns, after=After.SILU_MUL if gated else After.NOTHING, bias=bias)
-    assert choose(shape, rows, FP16, GPU()).kernel is Kernel.TRITON
+    assert choose(shape, rows, FP16, GPU()).kernel in FEW_ROWS
     ours = (linear.linear_gated if gated else linear.linear)(x, weight, b)
     assert ours.shape == (rows, outs) and ours.dtype == FP16
     torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
@@ -88,20 +90,26 @@ def test_sum_norm_and_matmul_equal_exact_ones(rows: int, outs: int, columns: int
     assert torch.equal(of_the_sum, ours) and unchanged is total and torch.equal(total, kept)
 
 
-@pytest.mark.parametrize("tiles", [Tiles(2, 64, 1), Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 3)], ids=str)
-def test_any_tiles_give_the_matmul(tiles: Tiles) -> None:
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        ElementwiseTiles(2, 64, 1),
+        RowTiles(32, 16, 16, 4, 2),
+        RowTiles(16, 32, 64, 4, 3),
+        RowTiles(32, 16, 32, 4, 2, 3),
+    ],
+    ids=str,
+)
+def test_any_tiles_give_the_matmul(tiles: ElementwiseTiles | RowTiles) -> None:
+    multiply = tile_linear if isinstance(tiles, RowTiles) else linear.elementwise_matmul
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(
-        linear.matmul(tiles, x, weight, bias, True).float(),
-        exact(x, weight, bias, True),
-        rtol=2e-3,
-        atol=1e-3,
+        multiply(tiles, x, weight, bias, True).float(), exact(x, weight, bias, True), rtol=2e-3, atol=1e-3
     )
     residual = torch.randn(21, 90).to(FP16)
-    expected = residual + linear.matmul(tiles, x, weight, bias, False)
-    assert linear.matmul(tiles, x, weight, bias, False, residual) is residual and torch.equal(
-        residual, expected
-    )
+    expected = residual + multiply(tiles, x, weight, bias, False)
+    assert multiply(tiles, x, weight, bias, False, residual) is residual
+    assert torch.equal(residual, expected)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(0, FP16), (65, FP16), (3, torch.float32)])
@@ -204,10 +212,12 @@ for shape in (
     (4096, 12288, False),
     (151936, 1024, False),
     (1536, 576, True),
+    (1, 2048, False),
+    (1, 1, False),
 ):
     of_choice = Shape(*shape[:2], after=After.SILU_MUL if shape[2] else After.NOTHING)
     for rows in (
-        rows for rows in (1, 2, 4, 16, 32) if choose(of_choice, rows, BF16, GPU()).kernel is Kernel.TRITON
+        rows for rows in (1, 2, 4, 16, 32) if choose(of_choice, rows, BF16, GPU()).kernel in FEW_ROWS
     ):
         LAUNCHES[f"{rows} rows {shape}"] = lambda rows=rows, shape=shape: _launch(
             rows, *shape, FP16 if shape[1] == 576 else BF16

@@ -22,6 +22,7 @@ from shoal.errors import CheckpointError
 from shoal.kernels.matmul import gpu_weight, loaders, packed_linear
 from shoal.kernels.matmul.dispatch import GPU, MAX_SPLIT_TILES, After, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.gpu_weight import GpuWeight, GpuWeights
+from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.quant.ggml_types import GROUPS
 from shoal.kernels.quant.gguf_tensor import UNPACK
 from shoal.kernels.quant.int4_tensor import Int4Tensor
@@ -168,7 +169,7 @@ def test_any_tiles_and_splits_give_the_matmul(tiles: RowTiles, gated: bool) -> N
     y = F.linear(x.float(), tensor.dequantize(), bias.float())
     want = F.silu(y[:, :80]) * y[:, 80:] if gated else y
     for _ in range(2):  # The first launch leaves the counters of parts as they were.
-        _close(packed_linear.matmul(tiles, x, weight, bias, gated), want)
+        _close(tile_linear(tiles, x, weight, bias, gated), want)
 
 
 def test_nothing_is_written_beyond_the_output() -> None:
@@ -318,7 +319,7 @@ def test_splits_fill_the_sms_and_leave_each_program_some_rounds(
     outs: int, inputs: int, rows: int, sms: int
 ) -> None:
     gpu = GPU(sms)
-    tiles = choose(Shape(outs, inputs, bits=4), rows, BF16, gpu).packed_tiles
+    tiles = choose(Shape(outs, inputs, bits=4), rows, BF16, gpu).tiles
     assert tiles is not None
     programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(outs, tiles.outs)
     assert tiles.splits == 1 or programs * tiles.splits <= gpu.limits.packed_programs * sms
@@ -335,13 +336,13 @@ def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:
     assert kernel() is kernel(inputs=12288) is kernel(outs=4100) is Kernel.HOPPER_INT4_ROW
     others = [kernel(2), kernel(gpu=GPU()), kernel(dtype=torch.float16), kernel(bits=8), kernel(group=32)]
     others += [kernel(outs=1024), kernel(inputs=1024), kernel(inputs=4608), kernel(inputs=20480)]
-    assert set(others) == {Kernel.PACKED}
+    assert set(others) == {Kernel.TILES}
 
 
 def test_packed_weights_have_their_own_matmul_up_to_a_limit_of_rows() -> None:
     limit = H200.limits.packed_rows
     for bits in (4, 8):
-        assert choose(Shape(4096, 4096, bits=bits), limit, BF16, H200).kernel is Kernel.PACKED
+        assert choose(Shape(4096, 4096, bits=bits), limit, BF16, H200).kernel is Kernel.TILES
         assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, H200).kernel is Kernel.CUBLAS
     odd = Shape(37, 4096, after=After.SILU_MUL, bits=4)
     assert choose(odd, 1, BF16, H200).kernel is Kernel.CUBLAS  # two matmuls and an activation

@@ -47,7 +47,7 @@ def first_wait(kernel: ast.FunctionDef) -> int:
 
 
 def test_the_kernels_that_take_part_are_found():
-    expected = {"decode_kernel", "prefix_kernel", "_rms_norm_kernel", "_vector_kernel", "_matrix_kernel"}
+    expected = {"decode_kernel", "prefix_kernel", "_rms_norm_kernel", "_vector_kernel", "tile_kernel"}
     expected |= {
         "_qk_norm_rope_store_kernel",
         "_measure_tiles",
