@@ -2,8 +2,8 @@
 
 `choose` is pure: it knows the matmul's shape, its rows, the numbers' type and what a GPU is. Kernels say
 what they can do; here is which of them is fastest. `Limits` are the numbers in the rules that were measured,
-on an H200 in bf16 (benchmarks/results/matmul.md). Limits that count programs follow the number of SMs on
-other GPUs; `benchmarks/matmul.py` measures all of them for a GPU, and prints its line for `MEASURED`.
+on an H200 (benchmarks/results/matmul.md). Limits that count programs follow the number of SMs on other GPUs;
+`python benchmarks/matmul.py` measures all of them for a GPU, and prints its line for `MEASURED`.
 """
 
 from __future__ import annotations
