@@ -252,19 +252,20 @@ def tile_kernel(
         parts_ptr += tile.to(tl.int64) * (SPLITS * PART * (1 + GATED))
         part_ptrs = parts_ptr + (tl.arange(0, BLOCK_O) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
         own = part_ptrs + tl.program_id(2) * (PART * (1 + GATED))
-        tl.store(own, sums, mask=stored)
+        # Parts are whole tiles, so that they move several numbers at a time; but a slot is one row of many.
+        kept = stored if MAP == SLOTS else tl.full((BLOCK_O, BLOCK_T), True, tl.int1)
+        tl.store(own, sums, mask=kept)
         if GATED:
-            tl.store(own + PART, up_sums, mask=stored)
+            tl.store(own + PART, up_sums, mask=kept)
         if not arrives_last(arrived_ptr + tile, SPLITS):
             return
-        sums = tl.load(part_ptrs, mask=stored, other=0.0, cache_modifier=".cg")
-        if GATED:
-            up_sums = tl.load(part_ptrs + PART, mask=stored, other=0.0, cache_modifier=".cg")
-        for split in range(1, SPLITS):
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for split in tl.static_range(SPLITS):  # All parts are on their way at once.
             other = part_ptrs + split * (PART * (1 + GATED))
-            sums += tl.load(other, mask=stored, other=0.0, cache_modifier=".cg")
+            sums += tl.load(other, mask=kept, other=0.0, cache_modifier=".cg")
             if GATED:
-                up_sums += tl.load(other + PART, mask=stored, other=0.0, cache_modifier=".cg")
+                up_sums += tl.load(other + PART, mask=kept, other=0.0, cache_modifier=".cg")
 
     if FORMAT == TILED:
         LARGER: tl.constexpr = LARGER_BF16 if x_ptr.dtype.element_ty == tl.bfloat16 else LARGER_FP16
