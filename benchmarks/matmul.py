@@ -6,7 +6,7 @@ for another GPU:
 
 Each limit in turn takes the value with which all matmuls together take the least time, in bf16, fp8 and int4,
 as measured in CUDA graphs over fresh weights; twice around, as limits depend on each other a little. Tiles of
-experts do not depend on limits (experts.py measures them).
+experts, and the rows from which Hopper has a kernel of its own for them, are what experts.py measures.
 
 For work on the rules themselves:
 

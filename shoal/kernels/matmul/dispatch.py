@@ -38,7 +38,10 @@ SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
 MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
-MIN_FP8_ROUNDS = 4  # the same as MIN_SPLIT_ROUNDS, for fp8
+MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
+PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
+PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
+EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it does harm
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 
@@ -70,7 +73,7 @@ class Limits:
     # many.
     packed_programs: int = 3
     # The same for weights in fp8 that are widened.
-    fp8_programs: int = 5
+    fp8_programs: int = 4
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
     # fp8 too.
     widened_rows: int = 16
@@ -206,6 +209,7 @@ class RowTiles:
     num_warps: int
     num_stages: int
     splits: int = 1
+    early: int = 0  # rounds of fp8 weights that L2 is asked for before the rows are there
 
     def rounds(self, inputs: int) -> int:
         return cdiv(cdiv(inputs, self.columns), self.splits)
@@ -383,12 +387,13 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
     if shape.gated or block_rows == 16:
         whole = _whole_packed_tiles(block_rows, shape.inputs, shape.bits, shape.gated)
         programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
-        splits = gpu.limits.packed_programs * gpu.sms // programs
+        light = shape.gated and block_rows == 16
+        splits = (PACKED_GATED_PROGRAMS if light else gpu.limits.packed_programs) * gpu.sms // programs
     else:
-        # Sums of more rows leave an SM registers for two such programs, and then for one.
+        # Sums of more rows leave an SM registers for few such programs, and then for one.
         whole = _packed_tiles(block_rows, 64, shape.inputs, shape.bits, 4 if block_rows == 64 else 2)
         programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
-        at_once = gpu.sms * (2 if block_rows == 32 else 1)
+        at_once = gpu.sms * (PACKED_TALL_PROGRAMS if block_rows == 32 else 1)
         splits = (2 * at_once + programs) // (2 * programs)
         if block_rows == 64 or programs > gpu.sms:
             whole = replace(whole, num_stages=3)
@@ -428,10 +433,14 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     rounds = cdiv(shape.inputs, columns)
-    most = max(1, min(MAX_ROW_SPLITS, rounds // MIN_FP8_ROUNDS))
-    splits = next((n for n in range(1, most) if programs * n >= gpu.limits.fp8_programs * gpu.sms), most)
-    stages = 5 if rounds // splits > 8 else 3  # A short pipeline is full sooner.
-    return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, stages, splits))
+    idle = min(rounds // MIN_SPLIT_ROUNDS, gpu.sms // max(1, programs))  # splits that give idle SMs work
+    most = gpu.limits.fp8_programs * gpu.sms // max(1, programs)
+    splits = max(1, min(MAX_ROW_SPLITS, most, max(rounds // MIN_FP8_ROUNDS, idle)))
+    if programs * splits <= gpu.sms:
+        return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, 3, splits))
+    # A short pipeline is full sooner; two weights leave no room for a long one.
+    stages = 4 if shape.gated or rounds // splits <= 8 else 5
+    return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, stages, splits, EARLY_ROUNDS))
 
 
 class ExpertTiles(NamedTuple):

@@ -47,7 +47,7 @@ from shoal.kernels.matmul.loaders import (
 )
 from shoal.kernels.matmul.shared_memory import fitting_stages
 from shoal.kernels.matmul.split_k import arrival_counters, arrives_last
-from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
 
@@ -106,6 +106,16 @@ def gate_with_up(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT:
     return result
 
 
+@triton.jit
+def _prefetch_bytes(weight_ptr, out, start, end, O, I, PDL: tl.constexpr):
+    """Prefetches inputs [start, end), multiples of 32, of outputs `out` of a weight of bytes, each row in two
+    halves, so that all threads have one."""
+    half = tl.arange(0, 2)[None, :]
+    num_bytes = tl.maximum(end - start, 0) // 2
+    ptr = weight_ptr.to(tl.pointer_type(tl.int8)) + out.to(tl.int64)[:, None] * I + start + half * num_bytes
+    prefetch(ptr, tl.where((out < O)[:, None], num_bytes, 0) + half * 0, PDL)
+
+
 @triton.jit(do_not_specialize=["T", "rounds"])
 def tile_kernel(
     x_ptr,
@@ -143,9 +153,11 @@ def tile_kernel(
     BLOCK_O: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies over `rounds` rounds of STEPS steps of COLUMNS inputs. EVEN: the inputs are whole rounds.
+    EARLY: L2 is asked for as many rounds of bytes of weights before the rows are there.
     SCALED: sums get the scales of fp8, each round's if there are groups, `weight_rows` scales a group."""
     MINIMA: tl.constexpr = minima_ptr is not None
     SUM: tl.constexpr = shares_ptr is not None
@@ -181,6 +193,13 @@ def tile_kernel(
     out_ptrs = out_ptr + target[None, :] * O + out[:, None]
     stored = inside[None, :] & (out < O)[:, None]
     if MAP == NO_MAP:
+        if EARLY > 0 and PDL:
+            start = tl.program_id(2) * rounds * WIDE
+            _prefetch_bytes(weight_ptr, out, start, tl.minimum(start + EARLY * WIDE, I), O, I, PDL)
+            if GATED:
+                _prefetch_bytes(
+                    weight_ptr + to_up, out, start, tl.minimum(start + EARLY * WIDE, I), O, I, PDL
+                )
         wait_for_inputs(PDL)
 
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
@@ -412,6 +431,7 @@ def tile_matmul(
         BLOCK_O=tiles.outs,
         COLUMNS=columns,
         STEPS=tiles.columns // columns,
+        EARLY=tiles.early if kind is FP8 and rows is None else 0,
         num_warps=tiles.num_warps,
         num_stages=fitting_stages(tiles.num_stages, stage_bytes, x.device),
         **pdl_options(),

@@ -281,9 +281,9 @@ H200 = GPU(132, True)
         (6144, 4096, 1, Kernel.HOPPER_FP8_ROW, ElementwiseTiles(4, 1024, 4)),
         (6144, 4104, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
         (4096, 1024, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
-        (6144, 4096, 2, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 7)),
-        (1024, 1024, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 2)),
-        (4096, 12288, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 5, 8)),
+        (6144, 4096, 2, Kernel.TILES, RowTiles(16, 64, 128, 4, 4, 5, early=2)),
+        (1024, 1024, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 4)),
+        (4096, 12288, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 5, 8, early=2)),
         (4096, 4096, 17, Kernel.FP8_TORCH, RowTiles(64, 64, 128, 4, 4)),
         (24576, 4096, 65, Kernel.FP8_TORCH, RowTiles(128, 128, 128, 8, 4)),
         (4096, 4096, 300, Kernel.FP8_TORCH, RowTiles(128, 64, 128, 4, 4)),
@@ -316,4 +316,4 @@ def test_torch_multiplies_what_it_can_on_hopper() -> None:
 
 def test_fewer_sms_need_fewer_splits() -> None:
     splits = [choose(Shape(4096, 4096), 8, FP8, GPU(sms)).tiles.splits for sms in (20, 46, 84, 132)]
-    assert splits == [2, 4, 7, 8]
+    assert splits == [1, 2, 5, 8]
