@@ -414,8 +414,8 @@ def _is_for_fp8_row_pipeline(shape: Shape, gpu: GPU) -> bool:
 
 
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
-    """Whether rows become fp8 depends on their number alone, because the operation that makes them must know
-    before."""
+    """Chooses for a weight in fp8. Rows become fp8 by their number alone, because the operation that makes
+    them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
         tiles = [RowTiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
