@@ -41,7 +41,7 @@ MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is fu
 MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
-EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it does harm
+EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it varies
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 
