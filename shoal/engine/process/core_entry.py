@@ -9,8 +9,13 @@ import sys
 from shoal.engine.open_gpu import open_gpu
 from shoal.engine.turns import only_young_garbage
 
-if __name__ == "__main__":
+
+def main() -> None:
     open_gpu(sys.argv.pop())
     with only_young_garbage:
-        from shoal.engine.process.core_main import main
+        from shoal.engine.process import core_main
+    core_main.main()
+
+
+if __name__ == "__main__":
     main()

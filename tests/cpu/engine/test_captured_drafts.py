@@ -137,7 +137,7 @@ def test_sizes_are_few_and_steps_have_room_for_them():
     assert step_sizes.draft_sizes(on_cpu) is None and step_sizes.draft_rows(on_cpu) == {}
 
 
-def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries_or_layers_have_states():
+def test_by_default_a_gpu_drafts_unless_its_attention_is_another_librarys():
     attention = SimpleNamespace(head_drafts=None, layers=())
     recurrent = SimpleNamespace(head_drafts=None, layers=[SimpleNamespace(mixer=ShortConvKind(8, 3))])
 
@@ -146,8 +146,7 @@ def test_by_default_a_gpu_drafts_unless_its_attention_is_another_libraries_or_la
 
     assert speculation() is None
     assert speculation(speculative_config={"method": "auto"}).method == "ngram"
-    assert speculation(recurrent, speculative_config={"method": "auto"}) is None
-    assert speculation(recurrent, speculative_config=NGRAM).method == "ngram"
+    assert speculation(recurrent, speculative_config={"method": "auto"}).method == "ngram"
     other = dict(attention_backend="flashinfer")
     assert speculation(speculative_config={"method": "auto"}, **other) is None
     with pytest.raises(
