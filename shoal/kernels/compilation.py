@@ -109,9 +109,15 @@ class Compilers:
             self._reap()
         self.num_kernels += 1
         future: Future[Any] = Future()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
-            process = os.fork()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # Python 3.12 warns of forks beside threads.
+                process = os.fork()
+        except OSError as error:  # No process or memory is left; the kernel is compiled when it is launched.
+            future.set_exception(error)
+            return future
         if not process:
             _compile_and_end(compile_kernel, self._locks)
         self._running[process] = time.monotonic(), future

@@ -205,18 +205,18 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.tp, self.multiplier = tp, config.residual_multiplier
-        self.build = partial(self._build, config, tp=tp, ops=ops)
-        self.kind = kind
+        self.config, self.kind, self.tp, self.ops = config, kind, tp, ops
+        self.multiplier = config.residual_multiplier
         same = kind.activation.kind == config.activation and not config.mlp_bias
-        self.build(kind.join() if self.joins and same else kind)
+        self._build(kind.join() if self.joins and same else kind)
 
     def part_shared(self) -> None:
         """Makes the shared expert a layer of its own, as its weights may come in another format than those of
         the others."""
-        self.build(self.kind)
+        self._build(self.kind)
 
-    def _build(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
+    def _build(self, kind: ExpertsKind) -> None:
+        config, tp, ops = self.config, self.tp, self.ops
         self.gate = RouterLayer(config.hidden_size, kind, tp, ops)
         self.experts = Experts(config.hidden_size, kind, tp, ops)
         self.shared_experts = self.shared_expert_gate = None

@@ -110,6 +110,6 @@ def _with_usual_tokenizer(stored: Mapping[str, Any], num_tokens: int) -> dict[st
     if metadata.get(PRE_TOKENIZER) == "gemma4":
         metadata[TOKENIZER] = "gemma4"
     is_unnamed = metadata.get(TOKENIZER) == "gpt2" and metadata.get(PRE_TOKENIZER) in (None, "default")
-    if metadata["general.architecture"] == "mistral3" and is_unnamed:
+    if metadata.get("general.architecture") == "mistral3" and is_unnamed:
         metadata[PRE_TOKENIZER] = "tekken"
     return metadata

@@ -75,6 +75,11 @@ def test_an_interrupt_while_processes_compile_leaves_triton_usable(seen):
     assert seen["interrupted"]
 
 
+def test_a_kernel_is_compiled_at_its_launch_if_no_process_is_left(seen):
+    """Regression: the error of the fork ended the start."""
+    assert seen["no process"] == ["double"] * 2 and LAUNCH_REFUSED in seen["no process, launched"]
+
+
 def test_with_a_triton_that_can_do_less_launches_run(seen):
     assert LAUNCH_REFUSED in seen["Triton 3.5"]
 
@@ -156,6 +161,15 @@ def _observe() -> dict[str, object]:
         ahead(lambda: launch(8), lambda: launch(4))
     Compilers.__exit__ = waiting
     seen["interrupted"] = active_mode.get() is None and ahead(lambda: launch(2)) == ["double"]
+
+    def no_process() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    double.device_caches.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fork", no_process)
+        seen["no process"] = ahead(lambda: launch(8192), lambda: launch(16384))
+    seen["no process, launched"] = error_of(launch, 16384)
 
     class OneArgument:  # as in Triton 3.5
         def __init__(self, executor) -> None:

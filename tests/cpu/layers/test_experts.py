@@ -3,7 +3,9 @@ experts, by the GPU's kernels in Triton's interpreter. The oracle is the loop ov
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import make_dataclass, replace
 from types import SimpleNamespace
@@ -198,17 +200,29 @@ def test_what_no_kernel_multiplies_is_refused_with_the_way_out() -> None:
         shards(TILED["int4 by 16, zeros"], 4)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_shared_expert_among_the_others_adds_what_it_adds_apart(gated: bool) -> None:
-    print("seed", torch.manual_seed(4).initial_seed())
+def moe_with_shared(gated: bool) -> MoE:
     sizes = dict(hidden_size=HIDDEN, intermediate_size=SIZE)
     config = make_dataclass("Config", [*sizes, "activation", "mlp_bias", "residual_multiplier"])(
         *sizes.values(), "silu", False, 1.0
     )
-    kind = replace(KIND, shared=SharedExpert(SIZE, gated))
-    single = TensorParallel.single()
-    apart = MoE(config, kind, single, triton_ops)
-    joined = MoE(config, kind, single, triton_ops)
+    return MoE(config, replace(KIND, shared=SharedExpert(SIZE, gated)), TensorParallel.single(), triton_ops)
+
+
+def test_a_dropped_mixture_frees_its_weights_at_once() -> None:
+    """Regression: it referred to itself, so its weights stayed until a garbage collection."""
+    weight = weakref.ref((moe := moe_with_shared(False)).gate.weight)
+    gc.disable()
+    try:
+        del moe
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_among_the_others_adds_what_it_adds_apart(gated: bool) -> None:
+    print("seed", torch.manual_seed(4).initial_seed())
+    apart, joined = moe_with_shared(gated), moe_with_shared(gated)
     apart.part_shared()
     assert apart.shared_experts is not None and joined.shared_experts is None
     tensors = {tensor.name: tensor for tensor in layer_tensors(nn.ModuleDict({"mlp": apart}))}

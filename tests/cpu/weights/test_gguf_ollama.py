@@ -296,6 +296,16 @@ def test_ollamas_gemma_4_has_the_tokenizer_of_gemma_4(write):
     assert usual.metadata["tokenizer.ggml.model"] == "gemma4"
 
 
+def test_a_file_without_an_architecture_keeps_its_tokenizer(write):
+    """Regression: with tensors of images it ended in a KeyError, and not in the error of its config."""
+    _, path = write("gemma3")
+    header = read_header(path)
+    stored = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
+    stored["tokenizer.ggml.model"] = "gpt2"
+    usual = as_llama_cpp(header.__class__(path, stored, header.tensors))
+    assert usual.left_out and usual.metadata["tokenizer.ggml.model"] == "gpt2"
+
+
 def test_another_tensor_without_a_place_is_still_refused(root, tmp_path):
     path = tmp_path / "m.gguf"
     gguf_files.write(
