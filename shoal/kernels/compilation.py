@@ -93,11 +93,12 @@ def compiling_ahead() -> Iterator[list[str]]:
 
 class Compilers:
     """An executor that compiles each kernel and its launcher in a forked process, `most` at once, and gives
-    all futures a ChildProcessError, since the result is on disk. As a context it ends when they do.
+    all futures a ChildProcessError, since the result is on disk. Its context ends when the processes have.
 
     A fork has all imported modules at once, for which a new interpreter needs seconds. It has this thread
     alone, so a compiler in it must take no lock that another thread may hold. It must never touch the GPU:
-    it collects no garbage, which may be a tensor, and ends without cleaning up, or with this thread."""
+    it collects no garbage, which may be a tensor, and exits without cleaning up. It is killed if this thread
+    ends first."""
 
     def __init__(self, most: int) -> None:
         self.num_kernels = 0
@@ -133,7 +134,7 @@ class Compilers:
                 self._reap()
         finally:
             for process in self._running:
-                os.kill(process, signal.SIGKILL)
+                _kill(process)
             while self._running:
                 self._reap()
             self._locks.close()
@@ -147,7 +148,12 @@ class Compilers:
             time.sleep(POLL_S)
         for process, (begun, _) in self._running.items():
             if time.monotonic() - begun > COMPILE_S:
-                os.kill(process, signal.SIGKILL)
+                _kill(process)
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):  # It has ended, and the program ignores SIGCHLD.
+        os.kill(process, signal.SIGKILL)
 
 
 def _has_ended(process: int) -> bool:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,11 @@ def test_an_interrupt_while_processes_compile_leaves_triton_usable(seen):
 def test_a_kernel_is_compiled_at_its_launch_if_no_process_is_left(seen):
     """Regression: the error of the fork ended the start."""
     assert seen["no process"] == ["double"] * 2 and LAUNCH_REFUSED in seen["no process, launched"]
+
+
+def test_an_interrupt_ends_the_compilers_if_the_system_reaps_children(seen):
+    """Regression: a process that had ended could not be killed, and those after it went on."""
+    assert seen["reaped"] == ""
 
 
 def test_with_a_triton_that_can_do_less_launches_run(seen):
@@ -161,6 +169,18 @@ def _observe() -> dict[str, object]:
         ahead(lambda: launch(8), lambda: launch(4))
     Compilers.__exit__ = waiting
     seen["interrupted"] = active_mode.get() is None and ahead(lambda: launch(2)) == ["double"]
+
+    def interrupted_after_children_ended() -> None:
+        with suppress(KeyboardInterrupt), Compilers(2) as compilers:
+            compilers.submit(lambda: None)
+            [process] = compilers._running
+            while Path(f"/proc/{process}").exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    usual = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    seen["reaped"] = error_of(interrupted_after_children_ended)
+    signal.signal(signal.SIGCHLD, usual)
 
     def no_process() -> int:
         raise BlockingIOError("Resource temporarily unavailable")
