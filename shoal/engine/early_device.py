@@ -1,5 +1,5 @@
-"""Opens the GPU, and has Triton hash itself while Python imports kernels: a start needs all three, and each
-takes 0.3 to 0.4 s."""
+"""Opens the GPU and computes Triton's key in threads, while Python imports the kernels: a start needs all
+three, and each takes 0.3 to 0.4 s."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.kernels.ops import select_ops
 
 def open_device_early(device: str) -> None:
     """Imports the kernels of the option `device`, while a thread makes the CUDA context, and another computes
-    Triton's key of its own libraries, which every look for a kernel on disk needs. Without a GPU nothing is
-    done."""
+    Triton's key (a hash of its own files), without which no kernel is found on disk. Does nothing without a
+    GPU."""
     if not open_gpu(device):
         return
     import triton  # It is imported only now, because a CPU run must not pay for it.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 def open_gpu(device: str) -> bool:
     """Starts a thread that makes the context of GPU 0, which torch takes over, if the option `device` may
-    mean a GPU: torch is built for CUDA, and there is a driver. Returns whether that is so. The thread works
-    without Python's lock. What is wrong with a GPU is found, and reported, where it is used."""
+    mean a GPU: torch is built for CUDA, and there is a driver. Returns whether it was started. The thread
+    works without Python's lock, and ignores errors: the first use of the GPU reports them."""
     if device == "cpu" or not _is_torch_for_cuda():
         return False
     try:

@@ -1,5 +1,5 @@
 """The first module of the core's process: `python -m shoal.engine.process.core_entry FOLDER LOG_LEVEL
-LOG_STYLE DEVICE`. It opens the GPU while core_main.py imports torch, and puts full garbage collections off.
+LOG_STYLE DEVICE`. It opens the GPU while core_main.py imports torch, and postpones full garbage collections.
 """
 
 from __future__ import annotations
