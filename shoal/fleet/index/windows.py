@@ -7,7 +7,8 @@ that is lost within the window does: the prefix ends where no window lacks a blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -16,7 +17,7 @@ from itertools import compress
 class _Group:
     window: int  # positions that a token sees, with its own
     multiple: int  # a block of the group has this many of the worker's blocks
-    chains: set[int] = field(default_factory=set)  # chain hashes at the ends of its blocks
+    chains: Counter[int] = field(default_factory=Counter)  # chain hash at a block's end -> number of names
     names: dict[int, int] = field(default_factory=dict)  # the worker's name of a block -> its chain hash
 
 
@@ -36,14 +37,17 @@ class WindowBlocks:
         """Adds blocks of a group, by name and chain hash."""
         own = self.groups.setdefault(group, _Group(window, multiple))
         for name, chain in blocks:
+            self.remove(group, name)
             own.names[name] = chain
-            own.chains.add(chain)
+            own.chains[chain] += 1
 
     def remove(self, group: int, name: int) -> None:
         """Removes a block by the worker's name; an unknown one changes nothing."""
         own = self.groups.get(group)
         if own is not None and (chain := own.names.pop(name, None)) is not None:
-            own.chains.discard(chain)
+            own.chains[chain] -= 1
+            if not own.chains[chain]:
+                del own.chains[chain]
 
     def longest(self, chain: Sequence[int], end: int) -> int:
         """Returns the most of the chain's first `end` blocks after which every window has its blocks, as the
@@ -56,7 +60,7 @@ class WindowBlocks:
                 step, chains = group.multiple, group.chains
                 first = max(0, end * self.block_size + 1 - group.window) // (step * self.block_size)
                 seen = chain[(first + 1) * step - 1 : end : step]
-                if chains.issuperset(seen):
+                if all(map(chains.__contains__, seen)):
                     continue
                 end, lacks_any = (first + _last_missing(seen, chains)) * step, True
                 if end and group.window > 1:  # the next end needs the block before it
@@ -66,5 +70,5 @@ class WindowBlocks:
         return end
 
 
-def _last_missing(blocks: Sequence[int], chains: set[int]) -> int:
+def _last_missing(blocks: Sequence[int], chains: Container[int]) -> int:
     return next(i for i in range(len(blocks) - 1, -1, -1) if blocks[i] not in chains)

@@ -38,3 +38,13 @@ def test_a_removed_block_ends_a_prefix_within_the_window_alone():
     assert own.longest(chain, 6) == 4
     own.remove(0, 99)
     assert own.longest(chain, 4) == 4
+
+
+def test_a_block_stays_until_its_last_name_is_removed() -> None:
+    """Regression: the removal of one of two names took the block away."""
+    blocks = WindowBlocks(16)
+    blocks.store(1, 16, 1, [(1, 100), (2, 100), (2, 100)])
+    blocks.remove(1, 2)
+    assert blocks.longest([100], 1) == 1
+    blocks.remove(1, 1)
+    assert blocks.longest([100], 1) == 0
