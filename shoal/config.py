@@ -180,7 +180,7 @@ class SpeculativeConfig:
         'source of the drafts; "ngram": what followed the last tokens where they stood before in the prompt '
         'or the answer; "suffix": the same with the most frequent of all continuations; "eagle3": a draft '
         'head, see `model`; "mtp": the head in the model\'s own checkpoint, or in `model`; "auto": ngram '
-        "with good numbers, and no drafts for a model or machine without a drafter",
+        "with good numbers, and no drafts on a CPU without a C compiler or with another library's attention",
         section="speculative_config",
         choices=("ngram", "suffix", "eagle3", "mtp", "auto"),
     )

@@ -20,7 +20,7 @@ def open_gpu(device: str) -> bool:
     except OSError:
         return False
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it opens the driver
-    threading.Thread(target=_open, args=(driver,), name="shoal-open-gpu", daemon=True).start()
+    threading.Thread(target=_open, args=(driver,), name="shoal-open-gpu").start()
     return True
 
 

@@ -49,7 +49,7 @@ def compiling_ahead() -> Iterator[list[str]]:
         yield compiled
         return
     with ExitStack() as patched, ExitStack() as ahead:
-        processes = Compilers(min(MAX_PROCESSES, os.cpu_count() or 1))
+        processes = Compilers(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
         is_ahead, met = False, set()
 
         def compiling(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,11 +111,7 @@ class Compilers:
         self.num_kernels += 1
         future: Future[Any] = Future()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # Python 3.12 warns of forks beside threads.
-                process = os.fork()
+            process = _fork()
         except OSError as error:  # No process or memory is left; the kernel is compiled when it is launched.
             future.set_exception(error)
             return future
@@ -154,6 +150,21 @@ class Compilers:
 def _kill(process: int) -> None:
     with suppress(ProcessLookupError):  # It has ended, and the program ignores SIGCHLD.
         os.kill(process, signal.SIGKILL)
+
+
+def _fork() -> int:
+    """Returns what os.fork does. An interrupt waits meanwhile; in the fork it waits for good, since it would
+    unwind the parent's stack there."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = -1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
+            process = os.fork()
+    finally:
+        if process:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return process
 
 
 def _has_ended(process: int) -> bool:

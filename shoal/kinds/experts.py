@@ -87,9 +87,8 @@ class ExpertsKind:
 
     def join(self) -> ExpertsKind:
         """Returns the mixture with its shared expert as the last of the experts, so that their kernels run it
-        too. A shared expert of another size stays apart."""
-        if self.shared is None or self.shared.intermediate_size != self.intermediate_size or self.biases:
+        too. A shared expert of another size stays apart, and where matrices have biases."""
+        shared, biased = self.shared, self.biases or self.router.bias
+        if shared is None or shared.intermediate_size != self.intermediate_size or biased:
             return self
-        return replace(
-            self, router=replace(self.router, shared=True, shared_gate=self.shared.gated), shared=None
-        )
+        return replace(self, router=replace(self.router, shared=True, shared_gate=shared.gated), shared=None)

@@ -210,7 +210,7 @@ class MoE(nn.Module):
         same = kind.activation.kind == config.activation and not config.mlp_bias
         self._build(kind.join() if self.joins and same else kind)
 
-    def part_shared(self) -> None:
+    def split_shared(self) -> None:
         """Makes the shared expert a layer of its own, as its weights may come in another format than those of
         the others."""
         self._build(self.kind)

@@ -14,7 +14,7 @@ def keep_matrices(module: nn.Module, device: torch.device, quantizes: bool, hold
     when its tensors arrive, and everything else at once. `quantizes`: plain matrices become fp8."""
     with torch.device("meta"):
         for moe in [layer for layer in module.modules() if isinstance(layer, MoE)]:
-            moe.part_shared()
+            moe.split_shared()
         if device.type == "cpu":
             for experts in [layer for layer in module.modules() if isinstance(layer, Experts)]:
                 experts.divide()

@@ -485,7 +485,7 @@ def choose_expert_tiles(
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
-    hopper = not biases and _is_for_hopper_experts(rows, sizes, formats, dtype, activation, gpu)
+    hopper = not (slots or biases) and _is_for_hopper_experts(rows, sizes, formats, dtype, activation, gpu)
     if hopper:
         block_rows = 128
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)

@@ -120,8 +120,8 @@ def moe(
 ) -> torch.Tensor:
     """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
     added to it in place, and it is returned."""
-    num_experts = router_logits_TE.shape[1] - router.shared_gate + router.shared
     first, second = expert_matrix(weights.w13), expert_matrix(weights.w2)
+    num_experts = weight_shape(second)[0] // x_TD.shape[1]
     sizes = weight_shape(first)[1], weight_shape(second)[1]
     tiles = choose_expert_tiles(
         x_TD.shape[0] * router.num_slots,
@@ -148,9 +148,9 @@ def moe_with(
 ) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
     (num_tokens, hidden), top_k = x_TD.shape, router.num_slots
-    num_experts = router_logits_TE.shape[1] - router.shared_gate + router.shared
     w13, w2 = expert_matrix(weights.w13), expert_matrix(weights.w2)
-    size = weight_shape(w2)[1]
+    rows, size = weight_shape(w2)
+    num_experts = rows // hidden
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
     if num_tokens == 0:

@@ -223,7 +223,7 @@ def test_a_dropped_mixture_frees_its_weights_at_once() -> None:
 def test_a_shared_expert_among_the_others_adds_what_it_adds_apart(gated: bool) -> None:
     print("seed", torch.manual_seed(4).initial_seed())
     apart, joined = moe_with_shared(gated), moe_with_shared(gated)
-    apart.part_shared()
+    apart.split_shared()
     assert apart.shared_experts is not None and joined.shared_experts is None
     tensors = {tensor.name: tensor for tensor in layer_tensors(nn.ModuleDict({"mlp": apart}))}
     for tensor in layer_tensors(nn.ModuleDict({"mlp": joined})):
