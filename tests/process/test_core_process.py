@@ -515,7 +515,7 @@ def test_a_core_that_dies_while_it_starts(checkpoint, new_children):
 def test_cores_that_are_killed_in_mid_word_hold_nobody_up(monkeypatch):
     """Regression: the socket library waited for ever for the end of a connection with an unread message."""
 
-    def spawn(folder):
+    def spawn(folder, device):
         command = [sys.executable, "-m", "tests.process.toy_core", str(folder)]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
