@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import threading
 from pathlib import Path
 
 
+@functools.cache
 def open_gpu(device: str) -> bool:
     """Starts a thread that makes the context of GPU 0, which torch takes over, if the option `device` may
-    mean a GPU: torch is built for CUDA, and there is a driver. Returns whether it was started. The thread
-    works without Python's lock, and ignores errors: the first use of the GPU reports them."""
+    mean a GPU: torch is built for CUDA, and there is a driver. A second call starts none. Returns whether a
+    thread was started. It works without Python's lock, and ignores errors: the first use of the GPU reports
+    them."""
     if device == "cpu" or not _is_torch_for_cuda():
         return False
     try:

@@ -34,7 +34,7 @@ class Router:
     bias: bool = False  # is added to the logits
     correction: bool = False
     expert_scale: bool = False  # a factor of each expert's weight
-    # of a joined shared expert (ExpertsKind.join)
+    # ExpertsKind.join sets these, where the shared expert is one of the experts
     shared: bool = False  # each token has one more expert, the last one, with a weight of 1
     shared_gate: bool = False  # that weight is the sigmoid of one more logit, the last one
 

@@ -211,8 +211,8 @@ class MoE(nn.Module):
         self._build(kind.join() if self.joins and same else kind)
 
     def split_shared(self) -> None:
-        """Makes the shared expert a layer of its own, as its weights may come in another format than those of
-        the others."""
+        """Builds the shared expert as an MLP again. A checkpoint may store it in another format than the
+        other experts, and one matrix of all experts has one format."""
         self._build(self.kind)
 
     def _build(self, kind: ExpertsKind) -> None:

@@ -1,7 +1,7 @@
 """GGUF files of Ollama's own converters, as llama.cpp's converter would have written them: other names of
 keys and tensors, and the tensors of images and sounds in the text model's file. No torch.
 
-The rules are those of Ollama's own translation to llama.cpp (its llama/compat).
+Ollama's own translation to llama.cpp (its llama/compat) has the same rules.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from shoal.kv.groups import LayerGroup
 from shoal.kv.places import match
 from shoal.kv_events import EventBatch, decode, encode
 from shoal.sampling_params import SamplingParams
+from tests.cpu.engine.test_grouped_blocks import VOCAB, add_random_request
 
 TRACES_A_TEST = 60
-VOCAB = 4
 RANK = WorkerRank("a")
 # Windows in tokens and block sizes in multiples of the engine's, for each group.
 GROUPS = [
@@ -87,12 +87,7 @@ def run_trace(seed: int) -> Counter[str]:
     root = scheduler.add(Request("first", [0] * 4 * size, SamplingParams(max_tokens=1))).root
     for step in range(150):
         if r.random() < 0.2 and len(scheduler.waiting) < 3:
-            base = r.choice(prompts)[: r.randint(0, 50)] if prompts and r.random() < 0.8 else []
-            prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(1, 12))])[:50]
-            if len(prompt) < scheduler.blocks.room:
-                params = SamplingParams(max_tokens=r.randint(1, 10), ignore_eos=True)
-                scheduler.add(Request(f"r{len(prompts)}", prompt, params))
-                prompts.append(prompt)
+            add_random_request(r, scheduler, prompts)
         if r.random() < 0.1:  # blocks are lost, of any group
             pool = scheduler.blocks.pool
             gone = [key for key in pool.cached_keys() if r.random() < 0.2]

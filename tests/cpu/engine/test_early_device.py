@@ -17,6 +17,7 @@ from shoal.engine.early_device import open_device_early
 @pytest.fixture
 def seen(monkeypatch):
     """Notes calls of a driver that is not there, and the import of kernels."""
+    open_gpu.open_gpu.cache_clear()
     calls: list[str] = []
     imported = threading.Event()
 
@@ -39,7 +40,8 @@ def seen(monkeypatch):
     monkeypatch.setattr(open_gpu, "_cuda_library", lambda torch: Path(torch))
     monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
     monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: calls.append("key"))
-    return calls
+    yield calls
+    open_gpu.open_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
@@ -51,8 +53,19 @@ def test_a_context_and_a_key_are_made_beside_the_import_of_kernels(seen, device)
     assert sorted(seen) == ["context", "cuda", "device 0", "init", "key"]
 
 
+def test_a_core_that_opened_the_gpu_first_opens_it_once(seen):
+    """Regression: the core's first module began a thread for it, and the engine's start another."""
+    assert open_gpu.open_gpu("cuda")
+    open_device_early("cuda")
+    for thread in threading.enumerate():
+        if thread.name in ("shoal-open-gpu", "shoal-triton-key"):
+            thread.join()
+    assert seen.count("init") == 1
+
+
 def test_nothing_is_opened_for_a_cpu(seen, monkeypatch):
     open_device_early("cpu")
+    open_gpu.open_gpu.cache_clear()
     monkeypatch.setattr(open_gpu, "_cuda_library", lambda torch: Path(torch, "missing"))
     open_device_early("auto")
     assert seen == []

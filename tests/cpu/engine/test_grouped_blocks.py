@@ -20,6 +20,16 @@ TRACES_A_TEST = 60
 VOCAB = 4
 
 
+def add_random_request(r: random.Random, scheduler: Scheduler, prompts: list[list[int]]) -> None:
+    """Most prompts begin as an earlier one does. One that has no room is left out."""
+    base = r.choice(prompts)[: r.randint(0, 50)] if prompts and r.random() < 0.8 else []
+    prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(1, 12))])[:50]
+    if len(prompt) < scheduler.blocks.room:
+        params = SamplingParams(max_tokens=r.randint(1, 10), ignore_eos=True)
+        scheduler.add(Request(f"r{len(prompts)}", prompt, params))
+        prompts.append(prompt)
+
+
 class Device:
     """The blocks' contents: for each block and offset the group and the tokens up to that position."""
 
@@ -109,12 +119,7 @@ def run_trace(seed: int) -> Counter[str]:
     prompts: list[list[int]] = []
     for _ in range(250):
         if r.random() < 0.15 and len(scheduler.waiting) < 4:
-            base = r.choice(prompts)[: r.randint(0, 50)] if prompts and r.random() < 0.8 else []
-            prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(1, 12))])[:50]
-            if len(prompt) < scheduler.blocks.room:
-                params = SamplingParams(max_tokens=r.randint(1, 10), ignore_eos=True)
-                scheduler.add(Request(f"r{len(prompts)}", prompt, params))
-                prompts.append(prompt)
+            add_random_request(r, scheduler, prompts)
         if r.random() < 0.02 and (scheduler.running or scheduler.waiting):
             scheduler.abort(r.choice([*scheduler.running, *scheduler.waiting]).request.request_id)
         if len(in_flight) < 2 and (plan := scheduler.schedule()) is not None:
