@@ -1,7 +1,7 @@
 """Every option of the engine and of the server, checked when a config is built and never changed later.
 
 Names and defaults are vLLM's where it has them. An unknown option is an error that suggests the nearest name;
-vllm_options.py handles vLLM's options that Shoal does not have. engine/resolve.py fills in the defaults that
+options/vllm.py handles vLLM's options that Shoal does not have. engine/resolve.py fills in the defaults that
 depend on the model or the device.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import ConfigError, RequestError
-from shoal.option_fields import check_fields, option
+from shoal.options.fields import check_fields, option
+from shoal.options.vllm import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, translate
 from shoal.sampling_params import GENERATION_FIELDS, SamplingParams, sampling_defaults
-from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, translate
 
 logger = logging.getLogger(__name__)
 

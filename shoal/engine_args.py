@@ -7,10 +7,10 @@ import dataclasses
 import typing
 from typing import Any
 
-from shoal.argument_parser import argument_of, argument_of_vllm, flag_of
 from shoal.config import EngineConfig
-from shoal.option_fields import described
-from shoal.vllm_options import ENGINE_OPTIONS
+from shoal.options.fields import described
+from shoal.options.parser import argument_of, argument_of_vllm, flag_of
+from shoal.options.vllm import ENGINE_OPTIONS
 
 
 class EngineArgs(EngineConfig):

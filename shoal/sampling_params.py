@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from shoal.errors import RequestError
-from shoal.option_fields import check_fields, option
+from shoal.options.fields import check_fields, option
 
 MAX_LOGIT_BIAS = 100.0
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -166,7 +166,7 @@ def typed(value: Any) -> tuple[int, Any]:
 
 def write_whole(folder: Path) -> None:
     """The two checkpoints that are damaged."""
-    from shoal.weights.gguf_header import read_header
+    from shoal.weights.gguf.header import read_header
     from tests import texts, tiny
     from tests.cpu.weights.test_weights_gguf import write_gguf
 
@@ -203,7 +203,7 @@ def write_whole(folder: Path) -> None:
 
 def parse(path: Path) -> Gguf:
     from shoal.kernels.quant.ggml_types import TYPES
-    from shoal.weights.gguf_header import read_header
+    from shoal.weights.gguf.header import read_header
 
     header, content = read_header(path), path.read_bytes()
     start = min(info.offset for info in header.tensors.values())

@@ -1,5 +1,5 @@
 """Prefills by flash-attn or FlashInfer, the documented values `flash_attn` and `flashinfer` of
-`attention_backend`. vLLM's values of that option map to them (vllm_options.py); "auto" never chooses them.
+`attention_backend`. vLLM's values of that option map to them (options/vllm.py); "auto" never chooses them.
 
 Decodes stay with our Triton kernel, because they run in CUDA graphs with lengths that live on the device, and
 both libraries plan decodes on the host. Neither package is a dependency. Building an engine raises

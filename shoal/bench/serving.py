@@ -20,7 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.option_fields import check_fields, option
+from shoal.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     import aiohttp

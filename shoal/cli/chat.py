@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__
-from shoal.argument_parser import CLOSE, SAMPLING
 from shoal.cli.keyboard import FENCE, Keyboard
+from shoal.cli.sampling_flags import SAMPLING
 from shoal.cli.speakers import ContextFullError, Message, Piece, Settings, Speaker
 from shoal.cli.terminal import Raw, Wrapped, Writer, is_dumb, note
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import RequestError, ShoalError
+from shoal.options.parser import CLOSE
 from shoal.sampling_params import SamplingParams
 
 LEAVE = ("bye", "quit", "exit")

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.argument_parser import Commands, Parser, take_vllm_options, warn_of_ignored
 from shoal.cli.commands.bench import add_bench, add_profile
 from shoal.cli.commands.chat import add_chat
 from shoal.cli.commands.compile import add_compile
@@ -28,6 +27,7 @@ from shoal.cli.commands.serve import add_serve, run_serve
 from shoal.cli.commands.sim import add_sim
 from shoal.cli.commands.top import add_top
 from shoal.errors import ShoalError
+from shoal.options.parser import Commands, Parser, take_vllm_options, warn_of_ignored
 
 DESCRIPTION = "A small, very fast LLM inference system."
 COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"

@@ -10,7 +10,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from shoal.argument_parser import flag_of
 from shoal.config import (
     EngineConfig,
     KVEventsConfig,
@@ -21,9 +20,10 @@ from shoal.config import (
 )
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.planner.config import PlannerConfig
-from shoal.option_fields import Limits, interval, kind_of
+from shoal.options.fields import Limits, interval, kind_of
+from shoal.options.parser import flag_of
+from shoal.options.vllm import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, SERVER_OPTIONS, VllmOption
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
-from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, SERVER_OPTIONS, VllmOption
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 VLLM_PAGE = PAGE.with_name("vllm-options.md")

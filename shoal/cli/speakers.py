@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.argument_parser import SAMPLING
 from shoal.cli.address import ask, key_header, parts_of
+from shoal.cli.sampling_flags import SAMPLING
 from shoal.errors import RequestError, ShoalError, UnavailableError
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default

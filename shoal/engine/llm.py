@@ -24,7 +24,7 @@ from shoal.engine.step_part import PartBuilder
 from shoal.engine.turns import LateInterrupts, TurnLock, only_young_garbage
 from shoal.errors import RequestError, UnavailableError
 from shoal.kv_events import EventBatch
-from shoal.option_fields import described
+from shoal.options.fields import described
 from shoal.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from shoal.sampling_params import BeamSearchParams, SamplingParams, sampling_defaults
 from shoal.stats import MemoryReport, Stats

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.option_fields import kind_of
+from shoal.options.fields import kind_of
 
 CLOSE = 0.65  # least similarity of a key that is suggested
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from shoal.errors import ConfigError
 from shoal.fleet.routing.policy import DISK_CREDIT, HOST_CREDIT, POLICIES, RouterWeights
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
-from shoal.option_fields import check_fields, option
+from shoal.options.fields import check_fields, option
 
 DEFAULTS = RouterWeights()
 REMOVED_OPTIONS = {  # options of earlier releases, with the reason of their removal

@@ -9,12 +9,12 @@ from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.attention import Attention, attention_shape
-from shoal.layers.delta_net import DeltaNet, KimiDelta
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.latent import LatentAttention, latent_shape
-from shoal.layers.mamba2 import Mamba2
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.short_conv import ShortConv
+from shoal.layers.recurrent.delta_net import DeltaNet, KimiDelta
+from shoal.layers.recurrent.mamba2 import Mamba2
+from shoal.layers.recurrent.short_conv import ShortConv
 from shoal.model_config import AttentionKind, MixerKind, ModelConfig
 
 

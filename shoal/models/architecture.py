@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.checkpoint_names import Stored
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING
-from shoal.models.config_rope import SlidingRope
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING
+from shoal.models.configs.rope import SlidingRope
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class GGUFNames:
     """Names in GGUF files of an architecture, beyond the names that all of them share
-    (models/config_gguf.py, weights/gguf.py)."""
+    (models/config_gguf.py, weights/gguf/tensors.py)."""
 
     architecture: str  # general.architecture
     # A tensor's name within its layer -> the checkpoint's: "ffn_norm": "post_attention_layernorm". A name

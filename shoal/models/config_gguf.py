@@ -12,10 +12,10 @@ from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_json import config_from_json
-from shoal.models.config_layers import FULL, SLIDING
-from shoal.models.config_rope import yarn_attention_factor
+from shoal.models.configs.fields import ConfigFields, token_ids
+from shoal.models.configs.layers import FULL, SLIDING
+from shoal.models.configs.rope import yarn_attention_factor
 from shoal.models.registry import BY_GGUF, BY_NAME
 
 # a key that all architectures share, behind the architecture's prefix -> config.json's key

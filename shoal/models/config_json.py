@@ -12,9 +12,9 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING, check_length, given_layer_types
-from shoal.models.config_rope import read_ropes
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING, check_length, given_layer_types
+from shoal.models.configs.rope import read_ropes
 from shoal.models.layouts.registry import read_quantization
 from shoal.models.registry import ARCHITECTURES, BY_HF_CLASS, BY_NAME
 

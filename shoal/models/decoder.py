@@ -23,7 +23,7 @@ from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerEmbeddings
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.layer import DecoderLayer
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 from shoal.models.registry import BY_NAME
 from shoal.models.rope import rope_frequencies
 

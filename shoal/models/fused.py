@@ -10,8 +10,8 @@ from shoal.layers.attention import Attention
 from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
 from shoal.model_config import AttentionKind, ModelConfig
-from shoal.models.layer import DecoderLayer
-from shoal.models.sandwich_layer import SandwichLayer
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
+from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:

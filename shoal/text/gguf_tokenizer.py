@@ -2,7 +2,7 @@
 SentencePiece ("llama") or BPE of characters ("gemma4").
 
 The metadata has the vocabulary and the merges, but only the name of the pre-tokenizer. PRE_TOKENIZERS has the
-rules of the published tokenizer.json files with these names. weights/gguf.py reads the file, and tokenizer.py
+rules of the published tokenizer.json files with these names. weights/gguf/ reads the file, and tokenizer.py
 uses the backend.
 """
 

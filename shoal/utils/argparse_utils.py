@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.command_words import dashed, with_joined_fields, words_of_file
 from shoal.errors import ConfigError
+from shoal.options.command_words import dashed, with_joined_fields, words_of_file
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from shoal.models.decoder import Decoder
 from shoal.models.layouts.registry import BY_NAME
 from shoal.models.loading import Loading, load_dummy_weights
 from shoal.models.shapes import checkpoint_shapes
-from shoal.weights.gguf import gguf_shapes, gguf_tensors
+from shoal.weights.gguf.tensors import gguf_shapes, gguf_tensors
 from shoal.weights.quantized import folder_tensors, tensor_headers
 from shoal.weights.safetensors import KV_SCALE
 from shoal.weights.source import CheckpointFiles

@@ -1,7 +1,7 @@
 """CheckpointFiles: a model from a folder, a .gguf file, a package, the Hugging Face hub, or a store,
 with the files beside its weights.
 
-This file resolves names and reads configs. safetensors.py and gguf.py read tensors. No torch.
+This file resolves names and reads configs. safetensors.py and gguf/tensors.py read tensors. No torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shoal.config import SpeculativeConfig
 from shoal.errors import CheckpointError, ConfigError, RequestError
 from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
-from shoal.models.config_fields import ConfigFields, token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json, overridden, text_config
+from shoal.models.configs.fields import ConfigFields, token_ids
 from shoal.sampling_params import RENAMED_FIELDS, SamplingParams, sampling_defaults
 from shoal.weights import hub, store
-from shoal.weights.eagle3_files import resolve_eagle3
-from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
-from shoal.weights.gguf_ollama import as_llama_cpp
-from shoal.weights.heads import HeadFiles
+from shoal.weights.gguf.header import MAGIC, GGUFHeader, read_header, read_longrope, read_rope_factors
+from shoal.weights.gguf.ollama import as_llama_cpp
+from shoal.weights.heads.eagle3_files import resolve_eagle3
+from shoal.weights.heads.head_files import HeadFiles
+from shoal.weights.heads.mtp_files import MtpFiles, find_apart, find_gguf_mtp, find_mtp
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
-from shoal.weights.mtp_files import MtpFiles, find_apart, find_gguf_mtp, find_mtp
 from shoal.weights.packaged_models import BY_FILE, PACKAGED
 from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 

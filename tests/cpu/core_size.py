@@ -50,7 +50,7 @@ STOPS: dict[str, tuple[str, ...]] = {
         "model_config.py",
         "kinds/rope.py",
         "models/decoder.py",
-        "models/layer.py",
+        "models/decoder_layers/decoder_layer.py",
         "models/families/qwen3.py",
         "models/rope.py",
     ),

@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import itself, the rooms before it in its line, and the vocabulary. The vocabulary and the
 # rooms in GROUND need no torch and are open to all rooms.
-GROUND = ["files", "kinds", "telemetry", "text"]
+GROUND = ["files", "kinds", "options", "telemetry", "text"]
 TOWER = ["kernels", "attention", "layers", "models", "weights", "memory", "kv", "engine"]
 FRONT = ["server", "fleet"]  # neither imports the other, nor the tower
 # These see everything below, and each other in this order.
@@ -25,6 +25,7 @@ TORCH_FREE = [
     "telemetry/*.py",
     "files/*.py",
     "kinds/*.py",
+    "options/*.py",
     "server/**/*.py",
     "fleet/**/*.py",
     "cli/*.py",

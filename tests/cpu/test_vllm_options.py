@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from shoal import LLM, EngineArgs
-from shoal.argument_parser import flag_of, take_vllm_options
 from shoal.cli import option_tables
 from shoal.cli.main import build_parser, main
 from shoal.config import EngineConfig, KVTransferConfig, ServerConfig, StructuredOutputsConfig
 from shoal.errors import ConfigError
+from shoal.options.parser import flag_of, take_vllm_options
+from shoal.options.vllm import ALL_OPTIONS, EARLIER_OPTIONS, ENGINE_OPTIONS, SERVER_OPTIONS
 from shoal.utils.argparse_utils import FlexibleArgumentParser
-from shoal.vllm_options import ALL_OPTIONS, EARLIER_OPTIONS, ENGINE_OPTIONS, SERVER_OPTIONS
 
 LISTED = [
     line.split(" | ")

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
-from shoal.weights.gguf import gguf_tensors
-from shoal.weights.gguf_header import read_header
+from shoal.weights.gguf.header import read_header
+from shoal.weights.gguf.tensors import gguf_tensors
 from shoal.weights.packaged_models import SMOLLM2
 from shoal.weights.source import resolve
 

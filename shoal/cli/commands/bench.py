@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.argument_parser import Commands, Parser, given_options, integer
 from shoal.bench import serving
 from shoal.bench.serving import ServeBench
 from shoal.cli.commands.engine_flags import add_engine_flags, add_lengths, build_llm, measured_params
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
+from shoal.options.parser import Commands, Parser, given_options, integer
 
 PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
 

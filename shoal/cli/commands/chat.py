@@ -7,11 +7,12 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.argument_parser import Commands, given_options
 from shoal.cli.address import API_KEY_HELP, server_key
-from shoal.cli.commands.engine_flags import MODEL_HELP, add_engine_flags, build_llm, sampling_options
+from shoal.cli.commands.engine_flags import MODEL_HELP, add_engine_flags, build_llm
+from shoal.cli.sampling_flags import sampling_options
 from shoal.config import DEFAULT_MODEL, SERVER_SPECULATION, EngineConfig
 from shoal.errors import ConfigError
+from shoal.options.parser import Commands, given_options
 from shoal.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.argument_parser import Commands, given_options
 from shoal.cli.commands.engine_flags import MODEL_HELP, add_engine_flags
 from shoal.config import EngineConfig
+from shoal.options.parser import Commands, given_options
 
 DESCRIPTION = """Compiles what a model needs on this machine, so that its next start does not. With
 --compile-cache the result is stored there, too, for other machines of this kind. Weights are random, so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shoal.argument_parser import Commands, integer
+from shoal.options.parser import Commands, integer
 
 DESCRIPTION = """Examines this machine and says what works, what will not, and what to do about it: GPU,
 driver, libraries, limits, folders, ports. With FILE, a fleet's TOML file, it examines what that fleet needs.

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shoal.argument_parser import SAMPLING, Parser, given_options, integer
+from shoal.cli.sampling_flags import add_sampling_flags, sampling_options
 from shoal.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from shoal.errors import CheckpointError
+from shoal.options.parser import Parser, given_options, integer
+from shoal.options.vllm import EARLIER_OPTIONS, ENGINE_OPTIONS
 from shoal.sampling_params import SamplingParams
-from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
@@ -30,7 +31,7 @@ def add_engine_flags(
     parser.add_argument("--verbose", action="store_true", help="log the engine's decisions")
     parser.add_flags(EngineConfig, "engine")
     if generates:
-        parser.add_sampling_flags()
+        add_sampling_flags(parser)
     parser.add_vllm_options((*ENGINE_OPTIONS, *EARLIER_OPTIONS))
     parser.set_defaults(run=run)
 
@@ -46,10 +47,6 @@ def add_lengths(parser: Parser, output_len: int) -> None:
         default=output_len,
         help=f"generated tokens per request (default: {output_len})",
     )
-
-
-def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in SAMPLING if hasattr(arguments, name)}
 
 
 def sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.argument_parser import Commands
 from shoal.errors import ConfigError
+from shoal.options.parser import Commands
 
 DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are started
 again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""

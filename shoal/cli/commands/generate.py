@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.argument_parser import Commands
 from shoal.cli.commands.engine_flags import add_engine_flags, build_llm, sampling_params
+from shoal.options.parser import Commands
 from shoal.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

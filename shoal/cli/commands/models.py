@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.argument_parser import Commands, Parser
+from shoal.options.parser import Commands, Parser
 
 DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
 

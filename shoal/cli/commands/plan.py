@@ -6,13 +6,13 @@ import argparse
 import json
 from typing import Any
 
-from shoal.argument_parser import Commands, Parser, flag_of, given_options, integer
 from shoal.bench import serving
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
 from shoal.fleet.planner.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, ProfileData
-from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
+from shoal.options.parser import Commands, Parser, flag_of, given_options, integer
+from shoal.options.vllm import EARLIER_OPTIONS, ENGINE_OPTIONS
 
 DESCRIPTION = """With FILE, sizes the running fleet of that file (shoal fleet up FILE) as its load changes, in
 a process of its own; the fleet serves on without it. With --profile, measures what one worker with these

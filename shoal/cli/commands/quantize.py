@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shoal.argument_parser import Commands
 from shoal.errors import ConfigError
+from shoal.options.parser import Commands
 
 DESCRIPTION = """Writes a model whose layers have weights of fewer bits: fp8 with a scale for each output, or
 int4 with one for each group of inputs. The folder has the format of compressed-tensors, which vLLM and

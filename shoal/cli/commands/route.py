@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import logging
 
-from shoal.argument_parser import Commands, given_options
 from shoal.cli.commands.server_options import server_options
 from shoal.config import ServerConfig
 from shoal.fleet.config import NO_ROUTER_OPTIONS, REMOVED_OPTIONS, FleetConfig
+from shoal.options.parser import Commands, given_options
 from shoal.telemetry import logs
 
 DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers. Each request goes to the worker

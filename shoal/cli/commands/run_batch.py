@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from shoal.argument_parser import Commands, given_options
 from shoal.config import EngineConfig, ServerConfig
-from shoal.vllm_options import ALL_OPTIONS
+from shoal.options.parser import Commands, given_options
+from shoal.options.vllm import ALL_OPTIONS
 
 DESCRIPTION = """Answers the requests of a file, in OpenAI's batch format, as `vllm run-batch` does. The same
 command continues an interrupted run: lines that are answered in the output are not run again."""

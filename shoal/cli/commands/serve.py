@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 
-from shoal.argument_parser import Commands, flag_of, given_options, warn_of_ignored
 from shoal.cli.commands.engine_flags import MODEL_HELP
 from shoal.cli.commands.server_options import server_options
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
+from shoal.options.parser import Commands, flag_of, given_options, warn_of_ignored
+from shoal.options.vllm import ALL_OPTIONS
 from shoal.telemetry import logs
-from shoal.vllm_options import ALL_OPTIONS
 
 DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
 --shutdown-timeout; a second signal ends it at once. Command lines of vllm serve are understood. If the

@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from shoal.argument_parser import given_options
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
+from shoal.options.parser import given_options
 
 JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")  # vLLM writes them so
 

@@ -7,10 +7,10 @@ import dataclasses
 import json
 from typing import Any
 
-from shoal.argument_parser import Commands, integer
 from shoal.bench import serving
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
 from shoal.errors import ConfigError
+from shoal.options.parser import Commands, integer
 
 DESCRIPTION = """Simulates a fleet under a trace: the router's own code over simulated workers, on a virtual
 clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/simulator.md

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.argument_parser import Commands
 from shoal.cli.address import API_KEY_HELP, server_key
+from shoal.options.parser import Commands
 
 DESCRIPTION = """Shows a router with its workers, or a single server: their load, how full the KV caches are,
 tokens per second, what waits and what the planner decided. Enter opens a worker; q ends. The dashboard of the

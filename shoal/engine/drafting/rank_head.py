@@ -18,8 +18,8 @@ from shoal.models.decoder import Decoder
 from shoal.models.heads.head import DraftHead
 from shoal.models.heads.hidden_states import read_states
 from shoal.models.parallel import check_parallel
-from shoal.weights.heads import HeadFiles, load_head
-from shoal.weights.mtp_files import MtpFiles
+from shoal.weights.heads.head_files import HeadFiles, load_head
+from shoal.weights.heads.mtp_files import MtpFiles
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 

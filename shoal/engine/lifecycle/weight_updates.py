@@ -29,9 +29,9 @@ from shoal.models.checkpoint_names import split
 from shoal.models.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
+from shoal.weights.heads.mtp_files import MtpFiles
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived, is_draft
-from shoal.weights.mtp_files import MtpFiles
 from shoal.weights.safetensors import OTHER_PART, full_name
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.store import is_url

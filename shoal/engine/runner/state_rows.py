@@ -27,7 +27,7 @@ from shoal.kinds.recurrent import RecurrentKind, ShortConvKind, heads_of_rank
 from shoal.kv.transfer.states import HeadRun, RowLayout
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
-from shoal.models.hybrids.hybrid_layer import HybridLayer
+from shoal.models.decoder_layers.hybrid_layer import HybridLayer
 
 ALIGNMENT = 256  # bytes at whose multiples each part begins
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.argument_parser import flag_of
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.files.toml_file import keys_of
 from shoal.fleet.connectors.connector import Component
 from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers
 from shoal.fleet.registry.open import NATS
+from shoal.options.parser import flag_of
 
 GPU = re.compile(r"nvidia\d+")
 WSL = "/dev/dxg"  # device of all GPUs under Windows

@@ -39,7 +39,7 @@ from shoal.fleet.planner.planner import read_profiles
 from shoal.fleet.registry.open import NATS
 from shoal.fleet.registry.registry import ROLES
 from shoal.fleet.worker_spec import parse_worker
-from shoal.vllm_options import ALL_OPTIONS, translate
+from shoal.options.vllm import ALL_OPTIONS, translate
 
 MAX_COUNT = 4096
 # Options of `shoal serve` that the fleet sets for its workers.

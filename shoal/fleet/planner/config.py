@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.fleet.planner.predictors import PREDICTORS, check_predictor, least_points
-from shoal.option_fields import check_fields, option
+from shoal.options.fields import check_fields, option
 
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host

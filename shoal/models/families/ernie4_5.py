@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

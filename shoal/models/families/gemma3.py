@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3: norms before and behind attention and MLP (sandwich_layer.py), GELU, embeddings times
+"""Gemma 2 and Gemma 3: norms before and behind attention and MLP (SandwichLayer), GELU, embeddings times
 sqrt(D), and layers with a window between those without. Gemma 2 caps scores and logits; Gemma 3 norms q and k
 instead, and its layers with a window have a rope of their own."""
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_gemma import SANDWICH_TENSORS
-from shoal.models.config_layers import full_every
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import full_every
+from shoal.models.gguf_names.gemma import SANDWICH_TENSORS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ def score_scale(largest: int, fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.sandwich_layer import SandwichLayer
+    from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
     return SandwichLayer
 

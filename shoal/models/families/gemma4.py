@@ -1,6 +1,6 @@
 """Gemma 4: layers with a window and without differ in their heads, values are normed, and keys may be values.
 The last layers may read earlier ones' keys and values, layers may have embeddings of their own, and experts
-may stand beside the MLP (gemma4_layer.py). The unified class has neither of the last two."""
+may stand beside the MLP (Gemma4Layer). The unified class has neither of the last two."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models import config_gguf_gemma
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, attention_of, full_every
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, attention_of, full_every
 from shoal.models.families.gemma3 import refuse_both_ways
+from shoal.models.gguf_names import gemma
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,7 +116,7 @@ def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.families.gemma4_layer import Gemma4Layer
+    from shoal.models.decoder_layers.gemma4_layer import Gemma4Layer
 
     return Gemma4Layer
 
@@ -156,7 +156,7 @@ ARCHITECTURE = Architecture(
         **{name: f"per_layer.{name}" for name in PER_LAYER},
     },
     layer_class=layer_class,
-    gguf=config_gguf_gemma.GEMMA4,
+    gguf=gemma.GEMMA4,
 )
 UNIFIED = replace(
     ARCHITECTURE,

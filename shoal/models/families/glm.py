@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.sandwich_layer import SandwichLayer
+    from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
     return SandwichLayer
 

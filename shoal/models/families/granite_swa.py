@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING, attention_of
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING, attention_of
 from shoal.models.families import granite
 
 

@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama with norms of each head of q and k behind the rotation (hunyuan_layer.py)."""
+"""Hunyuan, dense: Llama with norms of each head of q and k behind the rotation (HunyuanLayer)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.families.hunyuan_layer import HunyuanLayer
+    from shoal.models.decoder_layers.hunyuan_layer import HunyuanLayer
 
     return HunyuanLayer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shoal.kinds.attention import QueryScaling
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_rope import rope_values
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.rope import rope_values
 from shoal.models.families import mistral
 
 

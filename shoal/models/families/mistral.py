@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_fields import ConfigFields, sliding_window
+from shoal.models.configs.fields import ConfigFields, sliding_window
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.kinds.attention import OutputGate
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_gemma import SANDWICH_TENSORS
-from shoal.models.config_layers import FULL, attention_of, full_every
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, attention_of, full_every
+from shoal.models.gguf_names.gemma import SANDWICH_TENSORS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,7 @@ def rotated_layers(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.families.muse_layer import MuseLayer
+    from shoal.models.decoder_layers.muse_layer import MuseLayer
 
     return MuseLayer
 

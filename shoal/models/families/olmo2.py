@@ -1,5 +1,5 @@
 """OLMo 2: norms stand behind attention and MLP, before the sum with the residual, and q and k are normed over
-all their heads together (olmo2_layer.py)."""
+all their heads together (Olmo2Layer)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ def whole_factor(fields: ConfigFields) -> dict[str, Any]:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.families.olmo2_layer import Olmo2Layer
+    from shoal.models.decoder_layers.olmo2_layer import Olmo2Layer
 
     return Olmo2Layer
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.models.architecture import Architecture
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import full_every
-from shoal.models.config_rope import rope_values
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import full_every
+from shoal.models.configs.rope import rope_values
 from shoal.models.families import olmo2
 
 

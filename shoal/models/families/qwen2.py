@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields, sliding_window
-from shoal.models.config_layers import FULL, SLIDING, check_length, given_layer_types
+from shoal.models.configs.fields import ConfigFields, sliding_window
+from shoal.models.configs.layers import FULL, SLIDING, check_length, given_layer_types
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING
 from shoal.models.families import llama
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.models.architecture import Architecture
-from shoal.models.config_latent import with_latents
+from shoal.models.configs.latent import with_latents
 
 ARCHITECTURE = Architecture(
     name="youtu",

@@ -4,7 +4,7 @@ last one, which has the head's other tensors, too."""
 from __future__ import annotations
 
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.heads.mtp_family import MtpFamily, one_more_layer
 
 

@@ -22,9 +22,9 @@ from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 from shoal.models.heads.eagle3_config import NUM_STATES, Eagle3Config
 from shoal.models.heads.head import DraftHead
-from shoal.models.layer import DecoderLayer
 
 
 class FirstLayer(nn.Module):

@@ -13,9 +13,9 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.model_config import AttentionKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
 from shoal.models.config_json import config_from_json
-from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING
 from shoal.models.registry import BY_NAME
 
 NUM_STATES = 3  # hidden states of the target that a head reads

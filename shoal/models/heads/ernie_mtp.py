@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.heads.mtp_family import MtpFamily
 
 

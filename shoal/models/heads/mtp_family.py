@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 # From the target's config and the number of the head's layers to the prefixes of its tensors in a checkpoint,
 # without the `model.` before them -> the prefixes in the module. The first that fits counts.
@@ -40,6 +40,6 @@ class MtpFamily:
     shares_norm: bool = False  # its last norm is the target's
     # whether `names` finds the first of several blocks, which then drafts all tokens
     reads_first: bool = True
-    # The names of a GGUF file's tensors after weights/gguf.py has translated them. None: no known GGUF file
-    # has such a head.
+    # The names of a GGUF file's tensors after weights/gguf/ has translated them. None: no known GGUF file has
+    # such a head.
     gguf_names: HeadNames | None = one_more_layer

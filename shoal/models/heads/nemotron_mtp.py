@@ -7,8 +7,8 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, RENAMED
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, RENAMED
 from shoal.models.heads.mtp_family import MtpFamily, one_more_layer
 from shoal.models.hybrids.nemotron_h import EXPERTS, LETTERS
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.heads.mtp_family import MtpFamily
 
 

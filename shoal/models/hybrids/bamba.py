@@ -8,9 +8,9 @@ from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, LINEAR
-from shoal.models.config_recurrent import granite_mamba_layer, parts_of_mamba
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, LINEAR
+from shoal.models.configs.recurrent import granite_mamba_layer, parts_of_mamba
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 PARTIAL = 0.5  # the share of a head that rotates

@@ -11,12 +11,12 @@ from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_hybrids import MAMBA_TENSORS, SHARED_EXPERT_TENSORS, per_head
-from shoal.models.config_layers import FULL, LINEAR
-from shoal.models.config_recurrent import granite_mamba_layer, parts_of_mamba
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, LINEAR
+from shoal.models.configs.recurrent import granite_mamba_layer, parts_of_mamba
 from shoal.models.families import granite
+from shoal.models.gguf_names.hybrids import MAMBA_TENSORS, SHARED_EXPERT_TENSORS, per_head
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 

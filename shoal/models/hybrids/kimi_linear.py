@@ -11,12 +11,12 @@ from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.recurrent import ChannelDeltaKind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields, check_fixed
-from shoal.models.config_gguf_experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
-from shoal.models.config_gguf_hybrids import CHANNEL_DELTA_TENSORS
-from shoal.models.config_latent import with_latents
-from shoal.models.config_layers import FULL, LINEAR
+from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.fields import ConfigFields, check_fixed
+from shoal.models.configs.latent import with_latents
+from shoal.models.configs.layers import FULL, LINEAR
+from shoal.models.gguf_names.experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
+from shoal.models.gguf_names.hybrids import CHANNEL_DELTA_TENSORS
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 # fields that models of this class have with one value alone

@@ -10,10 +10,10 @@ from shoal.kinds.recurrent import ShortConvKind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_experts import EXPERT_TENSORS
-from shoal.models.config_layers import FULL
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 CONV = "conv"

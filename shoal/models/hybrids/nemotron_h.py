@@ -13,12 +13,12 @@ from shoal.kinds.recurrent import Mamba2Kind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
-from shoal.models.config_experts import check_experts, sigmoid_router
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS
-from shoal.models.config_gguf_hybrids import MAMBA_TENSORS, per_head
-from shoal.models.config_layers import FULL, LINEAR
-from shoal.models.config_recurrent import groups_of, parts_of_mamba, state_dtype, time_step_limit
+from shoal.models.configs.experts import check_experts, sigmoid_router
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, LINEAR
+from shoal.models.configs.recurrent import groups_of, parts_of_mamba, state_dtype, time_step_limit
+from shoal.models.gguf_names.experts import EXPERT_KEYS, EXPERT_TENSORS
+from shoal.models.gguf_names.hybrids import MAMBA_TENSORS, per_head
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 MLP, EXPERTS = "mlp", "moe"

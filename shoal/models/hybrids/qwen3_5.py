@@ -6,9 +6,11 @@ from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stored
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_hybrids import (
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import LINEAR
+from shoal.models.configs.recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
+from shoal.models.gguf_names.hybrids import (
     DELTA_KEYS,
     DELTA_LAYERS,
     DELTA_TENSORS,
@@ -16,8 +18,6 @@ from shoal.models.config_gguf_hybrids import (
     SHARED_EXPERT_TENSORS,
     value_heads,
 )
-from shoal.models.config_layers import LINEAR
-from shoal.models.config_recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
 from shoal.models.hybrids.qwen3_next import EXPERTS, QUERY_AND_GATE, QUERY_KEY_VALUE, hybrid_layer, with_gates
 
 

@@ -13,9 +13,11 @@ from shoal.kinds.recurrent import DeltaKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack, Stored
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_hybrids import (
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import LINEAR
+from shoal.models.configs.recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
+from shoal.models.gguf_names.hybrids import (
     DELTA_KEYS,
     DELTA_LAYERS,
     DELTA_TENSORS,
@@ -23,8 +25,6 @@ from shoal.models.config_gguf_hybrids import (
     SHARED_EXPERT_TENSORS,
     value_heads,
 )
-from shoal.models.config_layers import LINEAR
-from shoal.models.config_recurrent import DELTA_DEFAULTS, delta_layer, linear_but_every
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +58,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def hybrid_layer() -> type[nn.Module]:
-    from shoal.models.hybrids.hybrid_layer import HybridLayer
+    from shoal.models.decoder_layers.hybrid_layer import HybridLayer
 
     return HybridLayer
 

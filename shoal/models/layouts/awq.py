@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import block_sizes, fp8_shape, fp8_tensors, fp8_zeros
 from shoal.models.layouts.layout import Layout, Stored, choice
 

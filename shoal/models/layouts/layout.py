@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros
 from shoal.models.layouts.layout import ONE, Layout, Stored, choice
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, read_weights
 from shoal.models.layouts.layout import ONE, Layout, Stored, choice, num_groups
 from shoal.models.layouts.modelopt_fp8 import MODELOPT_FP8, modelopt_algorithms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, modelopt_fp8, mxfp4, nvfp4
 from shoal.models.layouts.layout import Layout
 

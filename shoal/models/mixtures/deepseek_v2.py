@@ -7,10 +7,10 @@ from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_experts import shared_experts, with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
-from shoal.models.config_latent import with_latents
+from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.latent import with_latents
+from shoal.models.gguf_names.experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
 
 GROUPED = {"greedy": False, "group_limited_greedy": True}
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields, check_fixed
-from shoal.models.config_latent import with_latents
+from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.fields import ConfigFields, check_fixed
+from shoal.models.configs.latent import with_latents
 
 # fields that models of this class have with one value alone
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}

@@ -8,8 +8,8 @@ from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Row
-from shoal.models.config_experts import shared_experts, with_experts
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.families import ernie4_5
 
 

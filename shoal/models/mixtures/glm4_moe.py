@@ -8,9 +8,9 @@ from dataclasses import replace
 from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_gguf_experts import EXPERT_KEYS, EXPERT_TENSORS
+from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.gguf_names.experts import EXPERT_KEYS, EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

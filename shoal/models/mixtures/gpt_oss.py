@@ -9,9 +9,9 @@ from shoal.kinds.experts import Activation, ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import full_every
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import full_every
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -12,9 +12,9 @@ from shoal.kinds.attention import OutputGate
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL
 
 # gating of a config -> whether a gate is one number for a head
 PER_HEAD = {True: True, "per-head": True, "per_head": True, "per-element": False, "per_element": False}

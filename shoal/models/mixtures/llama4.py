@@ -12,9 +12,9 @@ from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_experts import DENSE, SPARSE, with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL
+from shoal.models.configs.experts import DENSE, SPARSE, with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL
 from shoal.models.families.smollm3 import rotated
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def sparse_layers(fields: ConfigFields, num_layers: int) -> ConfigFields:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.mixtures.llama4_layer import Llama4Layer
+    from shoal.models.decoder_layers.llama4_layer import Llama4Layer
 
     return Llama4Layer
 

@@ -9,9 +9,9 @@ from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.config_experts import shared_experts, sigmoid_router, with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_latent import with_latents
+from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.latent import with_latents
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields, sliding_window
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields, sliding_window
 
 TENSORS = {
     "block_sparse_moe.gate": "mlp.gate",

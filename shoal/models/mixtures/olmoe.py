@@ -9,8 +9,8 @@ from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def layer_class() -> type[nn.Module]:
-    from shoal.models.mixtures.width_norm_layer import WidthNormLayer
+    from shoal.models.decoder_layers.width_norm_layer import WidthNormLayer
 
     return WidthNormLayer
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING
 
 
 def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:

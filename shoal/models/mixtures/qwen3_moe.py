@@ -7,8 +7,8 @@ from dataclasses import replace
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.config_experts import with_experts
-from shoal.models.config_fields import ConfigFields, sliding_window
+from shoal.models.configs.experts import with_experts
+from shoal.models.configs.fields import ConfigFields, sliding_window
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from shoal.option_fields import kind_of
+from shoal.options.fields import kind_of
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 

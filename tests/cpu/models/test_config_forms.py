@@ -17,10 +17,10 @@ from shoal.errors import CheckpointError
 from shoal.kinds.rope import RopeConfig
 from shoal.layers.loading import CheckpointTensor
 from shoal.models.architecture import Architecture
-from shoal.models.config_fields import ConfigFields
 from shoal.models.config_json import config_from_json, overridden, text_config
-from shoal.models.config_layers import FULL, SLIDING, full_every, given_layer_types
-from shoal.models.config_rope import read_ropes
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, SLIDING, full_every, given_layer_types
+from shoal.models.configs.rope import read_ropes
 from shoal.models.loading import by_halves
 from shoal.models.rope import rope_frequencies
 from shoal.weights.loader import is_draft

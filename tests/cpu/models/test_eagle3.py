@@ -18,8 +18,8 @@ from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
 from shoal.models.heads.eagle3 import Eagle3Head
 from shoal.models.heads.hidden_states import HiddenStates, read_states
-from shoal.weights.eagle3_files import EMBEDDING, IDS, Eagle3Files, resolve_eagle3
-from shoal.weights.heads import load_head
+from shoal.weights.heads.eagle3_files import EMBEDDING, IDS, Eagle3Files, resolve_eagle3
+from shoal.weights.heads.head_files import load_head
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 from tests.eagle3_oracle import HeadOracle, TargetOracle, head_tensors, write_head

@@ -11,7 +11,7 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.models.config_gguf import config_from_gguf
-from shoal.weights.gguf_header import read_header, read_rope_factors
+from shoal.weights.gguf.header import read_header, read_rope_factors
 from tests import gguf_files
 from tests.cpu.models.test_gguf_hybrids import permuted
 from tests.cpu.models.test_gguf_mixtures import assert_equal_files, assert_equal_to

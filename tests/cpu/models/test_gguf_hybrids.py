@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.models.config_gguf import config_from_gguf
-from shoal.weights.gguf import gguf_tensors
-from shoal.weights.gguf_header import read_header
+from shoal.weights.gguf.header import read_header
+from shoal.weights.gguf.tensors import gguf_tensors
 from tests import gguf_files
 from tests.cpu.models.test_gguf_mixtures import assert_equal_files, assert_equal_to, by_head
 from tests.tiny_families import write_family

@@ -20,10 +20,10 @@ from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import runner
 from shoal.errors import MAX_MESSAGE, CheckpointError, ConfigError
-from shoal.models.config_fields import MOST
 from shoal.models.config_json import config_from_json
+from shoal.models.configs.fields import MOST
 from shoal.text.gguf_tokenizer import MAX_TOKEN_LEN
-from shoal.weights.gguf_header import MAX_VALUES
+from shoal.weights.gguf.header import MAX_VALUES
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import resolve
 from tests import tiny

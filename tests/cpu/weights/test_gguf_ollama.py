@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.weights.gguf_header import read_header
-from shoal.weights.gguf_ollama import as_llama_cpp
+from shoal.weights.gguf.header import read_header
+from shoal.weights.gguf.ollama import as_llama_cpp
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import resolve
 from tests import gguf_files, tiny, tiny_families

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM, SamplingParams
 from shoal.errors import CheckpointError
 from shoal.weights.check import verify_weights
-from shoal.weights.gguf_header import read_header
+from shoal.weights.gguf.header import read_header
 from shoal.weights.source import resolve
 from tests import tiny
 from tests.cpu.weights.test_weights_gguf import write_gguf

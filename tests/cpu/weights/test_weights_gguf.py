@@ -17,8 +17,8 @@ from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.model_config import ModelConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.registry import BY_GGUF
-from shoal.weights.gguf import gguf_tensors
-from shoal.weights.gguf_header import read_header, read_longrope, read_rope_factors
+from shoal.weights.gguf.header import read_header, read_longrope, read_rope_factors
+from shoal.weights.gguf.tensors import gguf_tensors
 from tests import gguf_files
 from tests.cpu.weights.test_weights_quantized import random_rows
 

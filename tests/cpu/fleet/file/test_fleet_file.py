@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.argument_parser import given_options
 from shoal.cli.main import build_parser
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
@@ -19,6 +18,7 @@ from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers, read_fle
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.routing.policy import RouterWeights
 from shoal.fleet.simulator.config import read_sim_config
+from shoal.options.parser import given_options
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "fleet"
 MODEL = 'model = "smollm2"\n'

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, LINEAR
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, LINEAR
 
 # gated delta nets, as Qwen3-Next and Qwen3.5 have them
 DELTA_LAYERS = {"ssm_conv1d.weight": LINEAR, "attn_q.weight": FULL}

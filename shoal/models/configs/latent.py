@@ -10,8 +10,8 @@ from shoal.kinds.attention import QueryScaling
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import ModelConfig
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_rope import rope_values
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.rope import rope_values
 
 
 def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:

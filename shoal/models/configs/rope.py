@@ -13,8 +13,8 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.kinds.rope import ROPE_THETA, RopeConfig
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import SLIDING
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import SLIDING
 
 ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 # From a config's fields to the rope parameters of layers with a window, where its form has one rope.

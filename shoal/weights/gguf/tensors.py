@@ -1,5 +1,5 @@
 """The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header
-is gguf_header.py's.
+is weights/gguf/header.py's.
 
 Experts are stacked in the file; here they come one by one, and so do q, k and v if the file holds them as one
 matrix. Files of some architectures hold the rows of q and k in the order of interleaved rotary pairs; here
@@ -24,9 +24,9 @@ from shoal.models.architecture import GGUFNames
 from shoal.models.checkpoint_names import Part, split
 from shoal.models.registry import BY_GGUF
 from shoal.models.registry import BY_NAME as ARCHITECTURES
-from shoal.weights.gguf_header import ROPE_TENSORS, GGUFHeader, TensorInfo
-from shoal.weights.gguf_latents import joined, suffix_of, whole_name, whole_shape
-from shoal.weights.gguf_recurrent import Restored, by_key_heads, restored, take_rows
+from shoal.weights.gguf.header import ROPE_TENSORS, GGUFHeader, TensorInfo
+from shoal.weights.gguf.latents import joined, suffix_of, whole_name, whole_shape
+from shoal.weights.gguf.recurrent import Restored, by_key_heads, restored, take_rows
 from shoal.weights.safetensors import Naming
 
 # names that all architectures share; each adds its own (models/architecture.py)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.recurrent import DeltaKind, Mamba2Kind
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.config_fields import ConfigFields
-from shoal.models.config_layers import FULL, LINEAR
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.configs.layers import FULL, LINEAR
 
 STATE_DTYPES = ("float32", "bfloat16")
 # `transformers`' defaults of the families with gated delta nets

@@ -12,7 +12,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.layer import DecoderLayer
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 
 
 class HunyuanAttention(Attention):

@@ -12,10 +12,10 @@ from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ShortConvKind
-from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.recurrent.conv import ConvWeights, sequences_of
 from shoal.model_config import ModelConfig
 
 

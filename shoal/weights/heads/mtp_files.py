@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 from shoal.models.heads.mtp_family import HeadNames, MtpFamily
 from shoal.models.heads.mtp_registry import BY_ARCHITECTURE
 from shoal.models.layouts.registry import BY_NAME as LAYOUTS
-from shoal.weights.gguf_header import GGUFHeader
-from shoal.weights.head_tensors import HeadTensors, InFolder, InGGUF
+from shoal.weights.gguf.header import GGUFHeader
+from shoal.weights.heads.head_tensors import HeadTensors, InFolder, InGGUF
 from shoal.weights.safetensors import EMBEDDING, HEAD, KV_SCALE, full_name
 
 if TYPE_CHECKING:

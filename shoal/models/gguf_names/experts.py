@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 SIGMOID = 2  # as expert_gating_func says it
 EXPERT_TENSORS = {
@@ -33,7 +33,7 @@ LATENT_TENSORS = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.k_b_proj",  # weights/gguf_latents.py
+    "attn_k_b": "self_attn.k_b_proj",  # weights/gguf/latents.py
     "attn_v_b": "self_attn.v_b_proj",
 }
 LATENT_KEYS = {

@@ -10,7 +10,7 @@ from shoal.layers.experts import MoE
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.layer import DecoderLayer
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 
 
 class Llama4MoE(MoE):

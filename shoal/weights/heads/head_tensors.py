@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.model_config import ModelConfig
-from shoal.weights.gguf_header import GGUFHeader
+from shoal.weights.gguf.header import GGUFHeader
 from shoal.weights.quantized import EVERY_DTYPE, folder_tensors, tensor_headers
 from shoal.weights.safetensors import Naming, are_equal, equal_tensors, has_weights, safetensors_headers
 
@@ -84,12 +84,12 @@ class InGGUF:
         return self.shapes(config, naming)
 
     def shapes(self, config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
-        from shoal.weights.gguf import gguf_shapes
+        from shoal.weights.gguf.tensors import gguf_shapes
 
         return gguf_shapes(self.header, config, naming)
 
     def equal(self, naming: Naming, others: Mapping[str, str]) -> Collection[str]:
-        from shoal.weights.gguf import stored_tensors
+        from shoal.weights.gguf.tensors import stored_tensors
 
         stored = dict(stored_tensors(self.header))
         own = {target: info for name, info in stored.items() if (target := naming(name)) is not None}
@@ -103,6 +103,6 @@ class InGGUF:
         }
 
     def tensors(self, config: ModelConfig, naming: Naming) -> Iterator[tuple[str, Loaded]]:
-        from shoal.weights.gguf import gguf_tensors
+        from shoal.weights.gguf.tensors import gguf_tensors
 
         return gguf_tensors(self.header, config, naming)

@@ -15,7 +15,7 @@ from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.norm_kinds import add_normed
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.sandwich_layer import SandwichLayer
+from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
 
 class MuseLayer(SandwichLayer):

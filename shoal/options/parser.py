@@ -14,11 +14,10 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from shoal.command_words import dashed, readable_integer, with_joined_fields, words_of_file
 from shoal.errors import ConfigError
-from shoal.option_fields import kind_of
-from shoal.sampling_params import LENGTH_SECTION, SAMPLING_SECTION, SamplingParams
-from shoal.vllm_options import VllmOption, translate, value_of
+from shoal.options.command_words import dashed, readable_integer, with_joined_fields, words_of_file
+from shoal.options.fields import kind_of
+from shoal.options.vllm import VllmOption, translate, value_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,22 +104,6 @@ class Parser(argparse.ArgumentParser):
                     command.name_choices()
             elif action in self.words:
                 action.choices = self.words[action]
-
-    def add_sampling_flags(self) -> None:
-        """Adds a flag for each entry of SAMPLING except the seed, for which the engine has --seed."""
-        group = self.add_argument_group("sampling")
-        for name, (kind, field) in SAMPLING.items():
-            if name != "seed":
-                read, metavar = KINDS[kind]
-                action = group.add_argument(
-                    flag_of(name),
-                    type=read,
-                    metavar=metavar,
-                    default=argparse.SUPPRESS,
-                    help=field.metadata["help"],
-                )
-                if not field.metadata["common"]:
-                    self.rare.add(action)
 
     def format_usage(self) -> str:
         """Returns the usage in one line, without the options."""
@@ -348,22 +331,6 @@ def argument_of_vllm(option: VllmOption) -> dict[str, Any]:
     if option.takes == "optional":
         return found | {"type": value_of, "nargs": "?", "const": True}
     return found | {"type": value_of, "nargs": "+" if option.takes == "many" else None}
-
-
-def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
-    """Returns (type, field) of each number in SamplingParams for sampling and for the length of an answer."""
-    hints = typing.get_type_hints(SamplingParams)
-    found, section = {}, None
-    for field in dataclasses.fields(SamplingParams):
-        section = field.metadata["section"] or section
-        kind, _ = kind_of(hints[field.name])
-        if section in (SAMPLING_SECTION, LENGTH_SECTION) and kind in (int, float):
-            found[field.name] = (kind, field)
-    return found
-
-
-# Sampling options: flags of the commands that generate, and settings (/set) of a chat.
-SAMPLING = _sampling_numbers()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.latent import LatentKind
 from shoal.model_config import AttentionKind, LayerKind
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # spellings of older configs -> newer ones

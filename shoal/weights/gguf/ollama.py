@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.weights.gguf_header import GGUFHeader
+from shoal.weights.gguf.header import GGUFHeader
 
 # Encoders and projectors of images and sounds, and draft heads in a form that llama.cpp does not have.
 OTHER_PARTS = ("v.", "mm.", "a.", "model.vision_tower.", "mtp.")

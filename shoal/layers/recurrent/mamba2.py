@@ -16,12 +16,12 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.mixers import MambaWeights, mamba_in_parts
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import Mamba2Kind
-from shoal.layers.conv import ConvWeights, sequences_of
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.recurrent.conv import ConvWeights, sequences_of
 from shoal.model_config import ModelConfig
 
 

@@ -54,7 +54,7 @@ class GGUFHeader:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    left_out: int = 0  # tensors of other parts than the text model (gguf_ollama.py)
+    left_out: int = 0  # tensors of other parts than the text model (weights/gguf/ollama.py)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

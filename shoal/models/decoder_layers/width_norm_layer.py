@@ -11,8 +11,8 @@ from shoal.kernels.ops import Ops
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.families.olmo2_layer import Olmo2Attention
-from shoal.models.layer import DecoderLayer
+from shoal.models.decoder_layers.decoder_layer import DecoderLayer
+from shoal.models.decoder_layers.olmo2_layer import Olmo2Attention
 
 
 class WidthNormAttention(Olmo2Attention):

@@ -7,8 +7,8 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.models.architecture import GGUFNames
-from shoal.models.config_fields import ConfigFields, check_fixed
-from shoal.models.config_layers import FULL, SLIDING
+from shoal.models.configs.fields import ConfigFields, check_fixed
+from shoal.models.configs.layers import FULL, SLIDING
 
 # the norms before and behind attention and MLP
 SANDWICH_TENSORS = {

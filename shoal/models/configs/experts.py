@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.config_fields import ConfigFields
+from shoal.models.configs.fields import ConfigFields
 
 DENSE, SPARSE = "dense", "sparse"
 

@@ -21,7 +21,7 @@ from shoal.layers.norm_kinds import FloatNorm, add_normed, build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerInput
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.sandwich_layer import SandwichLayer
+from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
 
 class KeyIsValue(Linear):
