@@ -132,10 +132,16 @@ class Shell(Screen):
         return self._status() not in (None, "0") and not self._is_interrupted
 
     def _await(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + self._deadline_s
+        seconds_left, now = self._deadline_s, time.monotonic()
         while not condition():
-            is_late = time.monotonic() > deadline
-            assert not (is_late or self._has_failed() or self.process.poll() is not None), (
+            assert not (seconds_left < 0 or self._has_failed() or self.process.poll() is not None), (
                 f"{what!r} does not come: {self.screen}"
             )
             time.sleep(0.05)
+            before, now = now, time.monotonic()
+            seconds_left -= (now - before) / _crowding()
+
+
+def _crowding() -> float:
+    """Returns how many threads want each core now, from 1 to 8: a command gets that much less done in a second."""
+    return min(max(os.getloadavg()[0] / len(os.sched_getaffinity(0)), 1), 8)

@@ -12,7 +12,7 @@ from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
 from shoal.hashing import group_key
 from shoal.kv.events.publisher import KvEvents
-from shoal.kv.groups import LayerGroup
+from shoal.kv.events.reported_groups import LongBlocks, ReportedGroups
 from shoal.kv_events import GPU
 
 
@@ -23,25 +23,37 @@ class BlockEvents(StepPart):
         self._events, self._blocks = events, blocks
         self._states = blocks if isinstance(blocks, StateBlocks) else None
         self._grouped = blocks if isinstance(blocks, GroupedBlocks) and self._states is None else None
-        self._alike = _alike(blocks.groups)
+        self._reported = ReportedGroups(blocks.groups, blocks.block_size)
+        # For groups with shorter blocks than the reported ones, by the number under which a group is reported
+        self._long: dict[int, LongBlocks] = {}
         self._published: set[bytes] = set()  # with states: the keys that are published and not removed
         blocks.pool.listeners.append(self)
         if self._states is not None:
             self._states.snapshots.listeners.append(self)
 
     def registered(self, seq: EngineSequence, start: int, blocks: Sequence[int], group: int) -> None:
-        """A block that stays a copy is not published. A block of several alike groups is published when all
-        of them have it."""
-        if self._states is not None or not (alike := self._alike[group]):
+        """A block that stays a copy is not published. A block is published when all groups that are
+        reported as one have all of it (kv/events/reported_groups.py)."""
+        if self._states is not None or not (alike := self._reported.alike[group]):
             return
-        if len(alike) == 1:
+        size, unit = self._blocks.groups[group].block_size, self._reported.units[group]
+        if len(alike) == 1 and size == unit:
             key_of = self._blocks.pool.key_of
             self._publish(seq, start, [key_of(block) is not None for block in blocks], group)
             return
-        find, step = self._blocks.pool.find, self._blocks.groups[group].block_size // self._blocks.block_size
-        keys = seq.keys[(start + 1) * step - 1 : (start + len(blocks)) * step : step]
-        are_findable = [all(find(group_key(key, g)) is not None for g in alike) for key in keys]
-        self._publish(seq, start, are_findable, alike[0])
+        find, first = self._blocks.pool.find, start * size // unit
+        num_known = len(seq.keys) * self._blocks.block_size // unit
+        end = min(-(-(start + len(blocks)) * size // unit), num_known)
+        are_findable = [
+            all(find(key) is not None for key in self._reported.parts(seq.keys, number, group))
+            for number in range(first, end)
+        ]
+        self._publish(seq, first, are_findable, alike[0])
+        if any(self._blocks.groups[g].block_size < unit for g in alike):
+            long, step = self._long.setdefault(alike[0], LongBlocks()), unit // self._blocks.block_size
+            for number, is_findable in enumerate(are_findable, first):
+                if is_findable:
+                    long.add(seq.keys[number * step : (number + 1) * step])
 
     def kept(self, seq: EngineSequence, end: int) -> None:
         """Publishes the blocks up to a snapshot, as a prompt can continue only after one."""
@@ -55,9 +67,9 @@ class BlockEvents(StepPart):
         self._events.snapshot_kept(keys[-1], GPU, True)
 
     def _publish(self, seq: EngineSequence, start: int, are_findable: Sequence[bool], group: int = 0) -> None:
-        """Publishes the findable ones of the sequence's blocks from `start` on. An event has a run of
-        adjacent blocks, which began at `run`."""
-        size, window = self._blocks.groups[group].block_size, self._blocks.groups[group].window
+        """Publishes the findable ones of the sequence's blocks from `start` on, which are as long as
+        reported ones. An event has a run of adjacent blocks, which began at `run`."""
+        size, window = self._reported.units[group], self._blocks.groups[group].window
         window = None if self._states is not None else window  # snapshots say where a prompt can continue
         step = size // self._blocks.block_size  # keys of the chain for a block
         end, run = start + len(are_findable), start
@@ -87,11 +99,14 @@ class BlockEvents(StepPart):
         self._published.discard(key)
         if self._grouped is None:
             self._events.removed(key)
-        elif alike := self._alike[group := self._grouped.group_of(block)]:
-            self._events.removed(group_key(key, group), alike[0])
+        elif alike := self._reported.alike[group := self._grouped.group_of(block)]:
+            long, of_chain = self._long.get(alike[0]), group_key(key, group)
+            for gone in [of_chain] if long is None else long.around(of_chain):
+                self._events.removed(gone, alike[0])
 
     def cleared(self) -> None:
         self._published.clear()
+        self._long.clear()
         self._events.cleared()
         self._events.flush()  # the next step, which would do it, may be far away
 
@@ -118,20 +133,3 @@ class BlockEvents(StepPart):
         self._blocks.pool.listeners.remove(self)
         if self._states is not None:
             self._states.snapshots.listeners.remove(self)
-
-
-def _alike(groups: Sequence[LayerGroup]) -> list[list[int]]:
-    """Returns for each group the groups that events report as one, as their blocks come and go together: all
-    with its window and block size. Empty for a group that is not reported: its blocks have no name, as they
-    do not end where blocks of the first group end, or it sees everything with blocks of another size."""
-    first = groups[0].block_size
-    return [
-        [
-            g
-            for g, other in enumerate(groups)
-            if (other.window, other.block_size) == (own.window, own.block_size)
-        ]
-        if own.block_size == first or (own.window is not None and own.block_size % first == 0)
-        else []
-        for own in groups
-    ]

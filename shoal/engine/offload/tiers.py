@@ -19,17 +19,15 @@ from shoal.engine.offload.costs import Costs, plausible_copy_s
 from shoal.engine.offload.ledger import HOST
 from shoal.engine.offload.look_ups import LookUps
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
+from shoal.engine.offload.tier_events import TierEvents
 from shoal.engine.offload.transfers import RankTransfers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.engine.scheduling.state_blocks import StateBlocks
 from shoal.engine.step_part import StepPart
 from shoal.errors import ConfigError
-from shoal.hashing import part_key
 from shoal.kv.events.publisher import KvEvents
-from shoal.kv.tiers.block_file import BlockMeta, Event
 from shoal.kv.tiers.host import HostTier
 from shoal.kv.tiers.registry import first_read_s, has_tiers
 from shoal.kv_events import CPU, STORAGE
@@ -57,7 +55,9 @@ class KvTiers(StepPart):
         self.config = config
         self.ranks = ranks
         self.scheduler = scheduler
-        self.events = events
+        self.events = None
+        if events is not None:
+            self.events = TierEvents(events, scheduler.blocks, lambda key: self.offloader.has(key))
         rank_block_bytes = ranks.runner.cache.plan.block_bytes
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)
@@ -77,9 +77,6 @@ class KvTiers(StepPart):
             rank_block_bytes,
         )
         self._num_host_blocks = num_host_blocks
-        self._has_states = isinstance(scheduler.blocks, StateBlocks)
-        # With recurrent layers: the keys of the blocks after which a tier has a snapshot, for listeners
-        self._snapshots: dict[str, set[bytes]] = {CPU: set(), STORAGE: set()}
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
         self.look_ups = LookUps(
@@ -194,33 +191,9 @@ class KvTiers(StepPart):
         """Publishes events of the blocks that the tiers have stored and removed."""
         if self.events is None:
             return
-        self._publish_of(CPU, self.offloader.host.take_events())
+        self.events.publish(CPU, self.offloader.host.take_events())
         for tier in self.persistent.values():
-            self._publish_of(STORAGE, tier.take_events())
-
-    def _publish_of(self, medium: str, news: list[Event]) -> None:
-        assert self.events is not None
-        events, has_states, kept = self.events, self._has_states, self._snapshots[medium]
-        for item in news:
-            if isinstance(item, bytes):
-                events.removed_below(item, medium)
-                if (of_block := part_key(item, 0)) in kept:
-                    kept.remove(of_block)
-                    events.snapshot_kept(of_block, medium, False)
-            elif item.group == 0:
-                events.stored([item.key], item.parent, item.token_ids, *item.extra, medium, has_states)
-                if item.key in kept:
-                    events.snapshot_kept(item.key, medium, True)
-            elif has_states and self._is_first_part(item):
-                kept.add(of_block := part_key(item.key, 0))
-                events.snapshot_kept(of_block, medium, True)
-
-    def _is_first_part(self, item: BlockMeta) -> bool:
-        """Returns whether this is the first part of a snapshot, which stands for all of them in events. The
-        keys of other parts lead to no block."""
-        blocks, of_block = self.scheduler.blocks, part_key(item.key, 0)
-        is_part = item.group == len(blocks.groups)
-        return is_part and (blocks.pool.find(of_block) is not None or self.offloader.has(of_block))
+            self.events.publish(STORAGE, tier.take_events())
 
     def _flush_events(self) -> None:
         if self.events is not None:
@@ -253,7 +226,6 @@ class KvTiers(StepPart):
             self._is_stale = True
             self.ranks.call(commands.KV_CLOSE_TIERS)
             if self.events is not None:
-                self._snapshots[STORAGE].clear()
                 self.events.cleared(STORAGE)
         self._flush_events()
 
@@ -293,7 +265,6 @@ class KvTiers(StepPart):
         self.offloader = self._new_offloader(self.offloader)
         self._attach()
         if self.events is not None:
-            self._snapshots[CPU].clear()
             self.events.cleared(CPU)
 
     def flush(self) -> None:

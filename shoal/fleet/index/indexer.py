@@ -54,7 +54,7 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 class _IndexedWorker:
     """The blocks of one rank of one worker."""
 
-    __slots__ = ("block_size", "doubles", "names", "number", "windows")
+    __slots__ = ("block_size", "doubles", "groups", "names", "number", "windows")
 
     def __init__(self, number: int, block_size: int) -> None:
         self.number = number
@@ -63,6 +63,7 @@ class _IndexedWorker:
         self.names: list[dict[int, Node]] = [{} for _ in range(NUM_LEVELS)]
         # (tier, node) -> number of further names of this worker for the same block there.
         self.doubles: dict[tuple[int, Node], int] = {}
+        self.groups = {0}  # the groups of layers whose blocks are in `names`
         self.windows: WindowBlocks | None = None  # None: no layer has a window
 
     @property
@@ -110,35 +111,33 @@ class KvIndexer:
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
         """Like `find_matches`, for chain hashes (shoal.hashing.sequence_hashes of the blocks' hashes)."""
         tree, ranks = self._tree, self._ranks
-        device = tree.depths(chain, DEVICE)
-        if self._with_windows:
-            self._cut_to_windows(device, chain)
+        device = self._depths(chain, DEVICE)
         if not tree.has_lower_tiers:
             return {ranks[number]: Overlap(depth) for number, depth in device.items()}
-        host, disk = tree.depths(chain, HOST), tree.depths(chain, DISK)
+        host, disk = self._depths(chain, HOST), self._depths(chain, DISK)
         found = {}
         for number in disk | device:
             on_device = device.get(number, 0)
             in_memory = max(host.get(number, 0), on_device)
             total = max(disk.get(number, 0), in_memory)
-            windowed = self._with_windows.get(number)
-            if windowed is not None and not any(windowed.names[HOST:]):
-                in_memory = total = on_device
             if total:
                 found[ranks[number]] = Overlap(on_device, in_memory - on_device, total - in_memory)
         return found
 
-    def _cut_to_windows(self, device: dict[int, int], chain: Sequence[int]) -> None:
-        """Cuts the depths of workers with windows to what these have. Where all layers have a window, the
-        first blocks of the chain may be gone."""
+    def _depths(self, chain: Sequence[int], level: int) -> dict[int, int]:
+        """Returns how many blocks of the chain each worker can use from this level, by number: with
+        windows, up to where these have their blocks. Where all layers have a window, the first blocks of the
+        chain may be gone."""
+        found = self._tree.depths(chain, level)
         for number, worker in self._with_windows.items():
             assert worker.windows is not None
-            end = worker.windows.longest(
-                chain, len(chain) if worker.windows.are_all else device.pop(number, 0)
-            )
-            device.pop(number, None)
-            if end:
-                device[number] = end
+            own_level = level if any(worker.names[HOST:]) else DEVICE
+            groups = worker.windows.groups_at(own_level)
+            end = found.pop(number, 0) if 0 not in groups else len(chain)
+            found.pop(number, None)
+            if end := worker.windows.longest(chain, end, own_level):
+                found[number] = end
+        return found
 
     def block_size_of(self, rank: WorkerRank) -> int:
         """Returns the number of tokens per block of this worker."""
@@ -241,9 +240,10 @@ class KvIndexer:
         if tier is None:
             return
         if window is not None and event.group_idx:
-            self._apply_window(rank, event, event.group_idx, window)
+            self._apply_window(rank, event, event.group_idx, window, tier)
             return
         worker = self._worker(rank, event.block_size)
+        worker.groups.add(event.group_idx or 0)
         before = None
         seed = wire_seed(event.lora_name, event.cache_salt)
         if event.parent_block_hash is not None:
@@ -255,25 +255,26 @@ class KvIndexer:
         for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
             hashes[number] = _with_extra(hashes[number], extra)
         self._store(worker, tier, event.block_hashes, hashes, before, seed)
-        if window is not None and tier == DEVICE:
+        if window is not None:
             nodes = worker.names[tier]
             stored = [(name, nodes[name].chain) for name in event.block_hashes if name in nodes]
-            self._windows_of(worker).store(0, window, 1, stored)
+            self._windows_of(worker).store(0, window, 1, stored, tier)
         if event.snapshot_hashes is not None:
             kept = set(event.snapshot_hashes)
             for name in event.block_hashes:
                 if (node := worker.names[tier].get(name)) is not None:
                     self._tree.mark(worker.number, tier, node, name in kept)
 
-    def _apply_window(self, rank: WorkerRank, event: BlockStored, group: int, window: int) -> None:
+    def _apply_window(self, rank: WorkerRank, event: BlockStored, group: int, window: int, tier: int) -> None:
         """Applies blocks of a further group, whose layers see a window. Blocks are named as the first
         group's, and there the block before them is found."""
         worker = self._workers.get(rank)
-        if worker is None or event.block_size % worker.block_size or event.medium not in (None, GPU):
+        if worker is None or event.block_size % worker.block_size:
             return
         chain, seed = None, wire_seed(event.lora_name, event.cache_salt)
         step, ends, windows = event.block_size // worker.block_size, [], self._windows_of(worker)
-        windows.store(group, window, step, ())  # the group is known, though this block may have no place
+        # The group is known, though this block may have no place.
+        windows.store(group, window, step, (), tier)
         if event.parent_block_hash is not None:
             before = worker.find(event.parent_block_hash)
             if before is None:
@@ -284,7 +285,7 @@ class KvIndexer:
             own = _with_extra(own, extra[0]) if extra else own
             chain = own if chain is None else chain_hash(chain, own)
             ends.append(chain)
-        windows.store(group, window, step, zip(event.block_hashes, ends[step - 1 :: step]))
+        windows.store(group, window, step, zip(event.block_hashes, ends[step - 1 :: step]), tier)
 
     def _windows_of(self, worker: _IndexedWorker) -> WindowBlocks:
         if worker.windows is None:
@@ -296,14 +297,13 @@ class KvIndexer:
         tier, worker = TIERS.get(event.medium or GPU), self._workers.get(rank)
         if tier is None or worker is None:
             return
-        group, windows = event.group_idx or 0, worker.windows
-        if windows is not None and tier == DEVICE and group in windows.groups:
+        group = event.group_idx or 0
+        if worker.windows is not None:
             for name in event.block_hashes:
-                windows.remove(group, name)
-            if group:
-                return
-        for name in event.block_hashes:
-            self.remove(rank, tier, name)
+                worker.windows.remove(group, name, tier)
+        if group in worker.groups:  # blocks have the same names in all groups
+            for name in event.block_hashes:
+                self.remove(rank, tier, name)
 
     def _store(
         self,

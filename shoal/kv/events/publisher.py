@@ -96,7 +96,8 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.shelves: dict[Shelf, dict[int, _Block]] = {}
-        self._windows: dict[int, tuple[int, int]] = {}  # group -> tokens a block, and window
+        # Shelves that have, or had, blocks of a group with a window -> tokens a block, and window
+        self._windows: dict[Shelf, tuple[int, int]] = {}
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
         """Returns the events of these changes, in their order. Changes without effect make no event:
@@ -126,8 +127,8 @@ class BlockIndex:
         """Returns events that bring any listener to this state: all cleared, then all blocks, parents and
         first groups first."""
         events: list[KVEvent] = [AllBlocksCleared()]
-        for shelf, blocks in sorted(self.shelves.items(), key=lambda item: item[0].group):
-            run: list[tuple[int, _Block]] = []
+        for shelf in sorted({**self.shelves, **self._windows}, key=lambda shelf: shelf.group):
+            blocks, run = self.shelves.get(shelf, {}), list[tuple[int, _Block]]()
             for name, block in _parents_first(blocks):
                 if run and not (block.parent == run[-1][0] and block.adapter == run[-1][1].adapter):
                     events.append(self._event(run, shelf))
@@ -135,8 +136,8 @@ class BlockIndex:
                 run.append((name, block))
             if run:
                 events.append(self._event(run, shelf))
-            if not blocks and shelf.group in self._windows:  # says that there is such a group
-                size, window = self._windows[shelf.group]
+            if not blocks and shelf in self._windows:  # says that there is such a group
+                size, window = self._windows[shelf]
                 none = BlockStored([], None, [], size, None, shelf.tier, None)
                 none.group_idx, none.kv_cache_spec_sliding_window = shelf.group, window
                 events.append(none)
@@ -151,7 +152,7 @@ class BlockIndex:
         adapter, salt = _text(stored.adapter), _text(stored.cache_salt) if parent is None else None
         run: list[tuple[int, _Block]] = []
         if stored.window is not None:
-            self._windows[stored.group] = size // tokens.itemsize, stored.window
+            self._windows[shelf] = size // tokens.itemsize, stored.window
         for i, key in enumerate(stored.keys):
             name = block_name(key)
             if name not in blocks:
@@ -186,6 +187,7 @@ class BlockIndex:
         cleared = [shelf for shelf in self.shelves if shelf.tier == tier]
         gone = {shelf: self.shelves.pop(shelf) for shelf in cleared}
         if not any(self.shelves.values()):
+            self._windows.clear()
             events.append(AllBlocksCleared())
             return
         for shelf, blocks in gone.items():
@@ -301,8 +303,8 @@ class KvEvents:
     def removed(self, key: bytes, group: int = 0) -> None:
         self._changes.append(Removed(key, GPU, group))
 
-    def removed_below(self, key: bytes, tier: str) -> None:
-        self._changes.append(Removed(key, tier))
+    def removed_below(self, key: bytes, tier: str, group: int = 0) -> None:
+        self._changes.append(Removed(key, tier, group))
 
     def cleared(self, tier: str = GPU) -> None:
         self._changes.append(Cleared(tier))

@@ -31,6 +31,8 @@ GROUPS = [
     ((None, 1), (None, 1), (4, 1)),
     ((None, 1), (6, 1), (6, 1), (13, 1)),
     ((None, 2), (9, 2), (9, 2)),
+    ((None, 4), (9, 1), (9, 1)),
+    ((None, 2), (7, 1), (5, 2)),
     ((None, 1), (1, 1)),
 ]
 
@@ -105,13 +107,15 @@ def run_trace(seed: int) -> Counter[str]:
             tokens = prompt[: len(prompt) // size * size]
             own = found_by_worker(scheduler, root, tokens)
             # A block has no place after one that the index does not know: in a snapshot after a lost one where
-            # all layers have a window, and after a sequence's copy of a block that is lost.
+            # all layers have a window, and after a sequence's copy of a block that is lost. Of blocks that are
+            # shorter than the first group's, several are reported as one, and missed if one of them is lost.
             found = found_by_router(index, tokens)
             assert found <= own, (step, kinds, size)
             seen["missed"] += found < own
             if step % 25 == 24:
                 found = found_by_router(copy, tokens)
-                assert found == own or (found < own and kinds[0][0] is not None), (step, kinds, size)
+                may_miss = kinds[0][0] is not None or any(multiple < kinds[0][1] for _, multiple in kinds)
+                assert found == own or (found < own and may_miss), (step, kinds, size)
             seen["found"] += own > 0
             seen["cut"] += own < len(tokens)
     return seen
@@ -131,4 +135,4 @@ def test_the_router_counts_what_the_worker_finds(first_seed):
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter[str]())
     for name in ("found", "cut", "lost"):
         assert seen[name] > 100, f"the traces are too tame: {name} {seen[name]}"
-    assert seen["missed"] * 100 < seen["found"]
+    assert seen["missed"] * 50 < seen["found"]

@@ -15,7 +15,7 @@ from shoal.engine.early_device import open_device_early
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(monkeypatch, tmp_path):
     """Notes calls of a driver that is not there, and the import of kernels."""
     open_gpu.open_gpu.cache_clear()
     calls: list[str] = []
@@ -36,6 +36,9 @@ def seen(monkeypatch):
 
     driver = SimpleNamespace(cuInit=init, cuDeviceGet=device, cuDevicePrimaryCtxRetain=retain)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(open_gpu, "DEV", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # and so restored afterwards
     monkeypatch.setattr(open_gpu, "_cuda_library", lambda torch: Path(torch))
     monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
@@ -76,5 +79,17 @@ def test_without_a_driver_nothing_is_imported(seen, monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    open_device_early("auto")
+    assert seen == []
+
+
+@pytest.mark.parametrize("visible", ["", "-1", None])
+def test_a_driver_without_a_gpu_imports_no_kernels(seen, monkeypatch, tmp_path, visible):
+    """Regression: a driver's library alone had a CPU run import Triton and the GPU's kernels."""
+    if visible is None:
+        (tmp_path / "nvidia0").unlink()
+        (tmp_path / "nvidiactl").touch()
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     open_device_early("auto")
     assert seen == []

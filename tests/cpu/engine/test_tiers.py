@@ -124,10 +124,10 @@ class Listener:
     def __init__(self):
         self.told = []
 
-    def stored(self, keys, parent, token_ids, adapter, cache_salt, tier, has_states):
+    def stored(self, keys, parent, token_ids, adapter, cache_salt, tier, group, window):
         self.told.append(("stored", *keys, tier))
 
-    def removed_below(self, key, tier):
+    def removed_below(self, key, tier, group):
         self.told.append(("removed", key, tier))
 
     def cleared(self, tier):

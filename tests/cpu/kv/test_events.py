@@ -63,6 +63,22 @@ def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     ]
 
 
+def test_a_snapshot_after_a_tier_was_cleared_says_which_groups_have_windows():
+    """Regression: a listener that joined then did not know of the group, and counted prefixes whole."""
+    keys, tokens = chain(*range(8))
+    index = BlockIndex()
+    for tier in (GPU, "CPU"):
+        index.apply([Stored(keys, None, tokens, None, None, tier)])
+    index.apply([Stored(keys, None, tokens, None, None, GPU, group=1, window=6)])
+    index.apply([Cleared(GPU)])
+    first, of_host, of_group = index.snapshot()
+    assert isinstance(first, AllBlocksCleared) and of_host.medium == "CPU"
+    assert of_group.block_hashes == [] and of_group.medium == GPU
+    assert (of_group.group_idx, of_group.kv_cache_spec_sliding_window, of_group.block_size) == (1, 6, SIZE)
+    index.apply([Cleared("CPU")])
+    assert index.snapshot() == [AllBlocksCleared()]
+
+
 def test_changes_without_effect_make_no_event():
     keys, tokens = chain(*range(20))
     index = BlockIndex()

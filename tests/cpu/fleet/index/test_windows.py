@@ -2,11 +2,14 @@
 
 import random
 
+from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.index.windows import WindowBlocks
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import longest_end
+from shoal.kv_events import CPU, GPU, BlockRemoved, BlockStored
 
 SIZE = 4
+RANK = WorkerRank("a")
 
 
 def test_random_windows_leave_as_much_as_the_worker_counts():
@@ -48,3 +51,57 @@ def test_a_block_stays_until_its_last_name_is_removed() -> None:
     assert blocks.longest([100], 1) == 1
     blocks.remove(1, 1)
     assert blocks.longest([100], 1) == 0
+
+
+def run_of(tokens, names, parent=None, medium=GPU, group=None, window=None):
+    event = BlockStored(names, parent, tokens, SIZE, None, medium, None)
+    event.group_idx, event.kv_cache_spec_sliding_window = group, window
+    return event
+
+
+def test_a_removal_in_an_unknown_group_takes_no_block_of_the_first():
+    """Regression: blocks have the same names in all groups, so a listener that had not heard of a group lost the
+    first group's blocks with that group's."""
+    index, tokens, names = KvIndexer(SIZE), list(range(12)), [1, 2, 3]
+    index.apply(RANK, run_of(tokens, names))
+    index.apply(RANK, BlockRemoved([1, 2], GPU, 1))
+    assert index.find_matches(tokens) == {RANK: Overlap(3)}
+    index.apply(RANK, BlockRemoved([3], GPU))
+    assert index.find_matches(tokens) == {RANK: Overlap(2)}
+
+
+def test_windows_cut_the_blocks_of_lower_tiers():
+    """Regression: a prefix in host memory counted whole, though the blocks of its windows were nowhere."""
+    index, tokens, names = KvIndexer(SIZE), list(range(16)), [1, 2, 3, 4]
+    index.apply(RANK, run_of(tokens, names))
+    index.apply(RANK, run_of(tokens, names, group=1, window=6))
+    index.apply(RANK, run_of(tokens, names, medium=CPU))
+    index.apply(RANK, run_of(tokens[:8], names[:2], medium=CPU, group=1, window=6))
+    assert index.find_matches(tokens) == {RANK: Overlap(4)}
+    index.apply(RANK, BlockRemoved(names, GPU))
+    index.apply(RANK, BlockRemoved([2, 4], GPU, 1))
+    assert index.find_matches(tokens) == {RANK: Overlap(0, 3)}  # block 3 is on the device, block 2 below
+    index.apply(RANK, BlockRemoved([3], GPU, 1))
+    assert index.find_matches(tokens) == {RANK: Overlap(0, 2)}
+    index.apply(RANK, BlockRemoved([2], CPU, 1))
+    assert index.find_matches(tokens) == {RANK: Overlap(0, 1)}
+
+
+def test_windows_of_all_layers_are_counted_in_lower_tiers():
+    index, tokens, names = KvIndexer(SIZE), list(range(16)), [1, 2, 3, 4]
+    for medium in (GPU, CPU):
+        index.apply(RANK, run_of(tokens, names, medium=medium, window=6))
+    index.apply(RANK, BlockRemoved([1, 2], GPU))
+    index.apply(RANK, BlockRemoved([1], CPU))
+    assert index.find_matches(tokens) == {RANK: Overlap(4)}
+    assert index.find_matches(tokens[:12]) == {RANK: Overlap(0, 3)}
+    assert index.find_matches(tokens[:8]) == {}
+
+
+def test_an_engine_that_reports_no_windows_below_the_device_is_not_cut_there():
+    index, tokens, names = KvIndexer(SIZE), list(range(16)), [1, 2, 3, 4]
+    index.apply(RANK, run_of(tokens, names))
+    index.apply(RANK, run_of(tokens[:8], names[:2], group=1, window=6))
+    assert index.find_matches(tokens) == {RANK: Overlap(2)}
+    index.apply(RANK, run_of(tokens, names, medium=CPU))
+    assert index.find_matches(tokens) == {RANK: Overlap(2, 2)}
