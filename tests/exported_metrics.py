@@ -8,7 +8,7 @@ from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.pool.metrics import of_planner
+from shoal.fleet.pool.metrics import planner_metrics
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.scaling.counts import PlannerCounts
 from shoal.fleet_views import PlannerView
@@ -53,7 +53,7 @@ def of_a_router():
 def of_a_planner():
     counts = PlannerCounts()
     counts.looked("m", Observation(at=0, decode=[DecodeLoad(0.5)]))
-    return of_planner(PlannerView("load", "", {}, False, models=counts.models))
+    return planner_metrics(PlannerView("load", "", {}, False, models=counts.models))
 
 
 def families():

@@ -41,7 +41,7 @@ def _cuda_library(torch: str) -> Path:
 
 def _may_see_gpu() -> bool:
     """Returns whether this process may see a GPU, without the driver, which takes long to say so: a driver's
-    library may be installed where there is no GPU, or none that the process may use."""
+    library may be installed without a GPU, or the process may use none of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1"):
         return False
     return any(next(DEV.glob(nodes), None) is not None for nodes in GPU_NODES)

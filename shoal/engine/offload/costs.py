@@ -63,7 +63,7 @@ class Throughput:
         self._until = max(self._until, at)
         self._num_blocks += num_blocks
 
-    def settle(self) -> None:
+    def update_rate(self) -> None:
         """To be called when all jobs that a poll found ended have been reported."""
         if self._num_blocks and self._until > self._since:
             self.rate.add(self._until - self._since, self._num_blocks)

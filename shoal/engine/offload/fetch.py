@@ -92,7 +92,7 @@ class Fetcher:
         """Begins what can begin and ends what has ended. Steps and copies that must run before have been
         launched."""
         for reads in self._reads.values():
-            reads.settle()
+            reads.update_rate()
         for job in list(self.jobs):
             if job.fetch.seq.fetch is not job.fetch or self.ledger.clock() > job.begun_at + PATIENCE_S:
                 self._close(job)

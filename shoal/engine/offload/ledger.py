@@ -47,7 +47,7 @@ class Ledger:
         """Adds a transfer that has begun."""
         self.under_way[ticket] = host_blocks, then
 
-    def settle(self, done: Done) -> None:
+    def complete(self, done: Done) -> None:
         """Removes a transfer that has ended, and calls its callback."""
         self.under_way.pop(done.ticket)[1](done)
 

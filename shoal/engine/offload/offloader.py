@@ -246,7 +246,7 @@ class Offloader:
         ended."""
         ended = self.transfers.poll() if self.ledger.under_way or self._unready else []
         for done in ended:
-            self.ledger.settle(done)
+            self.ledger.complete(done)
         if self._unready and (ready := self.transfers.take_ready()):
             self._unready.difference_update(ready)
             self.host.release(ready)
@@ -513,7 +513,7 @@ class Offloader:
                 ended.add(self._parts.pop(meta.key))
         if ended and isinstance(self.scheduler.blocks, StateBlocks):
             for snapshot in ended.difference(self._parts.values()):
-                self.scheduler.blocks.let_go(snapshot)
+                self.scheduler.blocks.unpin(snapshot)
         stats = self.stats[HOST]
         if done.seconds:
             self.costs.store[HOST].add(done.seconds, len(metas))

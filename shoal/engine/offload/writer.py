@@ -110,7 +110,7 @@ class Writer:
     def advance(self) -> None:
         """Applies the ends of writes, and begins others."""
         for writes in self._writes.values():
-            writes.settle()
+            writes.update_rate()
         while self.has_waiting and self._num_writing < self._max_writing:
             batch = self._next_batch()
             for name, tier in self.persistent.items():

@@ -238,9 +238,9 @@ class KvLender:
         self._prompts.clear()
         self._late = []
         self.offers.withdraw(why)
-        self.settle()
+        self.release_ended()
 
-    def settle(self) -> None:
+    def release_ended(self) -> None:
         """Releases the blocks whose offers have ended."""
         for name, prompt in list(self._prompts.items()):
             if prompt.is_lost:
@@ -251,7 +251,7 @@ class KvLender:
             snapshot = self._lent.pop(ended.id, None)
             self._blocks.unhold(ended.blocks if snapshot is None else ended.blocks[: -len(snapshot.blocks)])
             if snapshot is not None and self._states is not None:
-                self._states.let_go(snapshot)
+                self._states.unpin(snapshot)
             self._ended[ended.failure or DONE] += 1
             if ended.failure is None:
                 self._blocks_out += len(ended.blocks)
@@ -269,7 +269,7 @@ class KvLender:
         return pool.generation(block) if block < pool.num_blocks else 0
 
     def loans(self) -> KvLoans:
-        self.settle()
+        self.release_ended()
         held = len(self.offers.held())
         blocks_out = self._blocks_out
         return KvLoans(

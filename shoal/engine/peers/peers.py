@@ -76,7 +76,7 @@ class KvPeers(StepPart):
         if self._is_stale:
             self.name_model()
         if self.lender is not None:
-            self.lender.settle()
+            self.lender.release_ended()
         if self.reader is not None:
             self.reader.before_schedule()
 
@@ -97,7 +97,7 @@ class KvPeers(StepPart):
         """Returns True if a read of an aborted request has not ended, or a lease is to be renewed or
         released."""
         if self.lender is not None:
-            self.lender.settle()
+            self.lender.release_ended()
         if self.reader is not None:
             self.reader.before_schedule()
         return self.reader is not None and self.reader.is_busy
@@ -178,7 +178,7 @@ class KvPeers(StepPart):
 
     def check(self) -> None:
         if self.lender is not None:
-            self.lender.settle()
+            self.lender.release_ended()
         if self.reader is not None:
             self.reader.check()
 

@@ -186,7 +186,7 @@ class Prefetches(StepPart):
         blocks = self._scheduler.blocks
         blocks.unhold(held.blocks)
         if held.snapshot is not None and isinstance(blocks, StateBlocks):
-            blocks.let_go(held.snapshot)
+            blocks.unpin(held.snapshot)
         held.seq.finish_reason = reason
         self._scheduler.finished_outside.append(held.seq)
 

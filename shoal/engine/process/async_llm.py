@@ -95,9 +95,9 @@ class AsyncLLM(Control):
         """Returns when the engine is ready. Raises the UserError that kept it from starting, or
         EngineDeadError.
 
-        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does. loan: of
-        another worker's weights, if there is one (wire.LendWeights). A core that is started again reads
-        files.
+        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does.
+        peer_weights: resolves to another worker's export of its weights (wire.LendWeights), or None. A core
+        that is started again reads files.
         """
         self = cls(config, restart=restart, engine_timeout=engine_timeout)
         try:

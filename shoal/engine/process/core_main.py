@@ -121,8 +121,8 @@ class CoreLoop:
             if self.postponed and not self.core.has_work:
                 self._sleep_at_last()
             while not self.core.has_work and self.core.tick():  # KV blocks are on their way to lower tiers
-                self.take_in(block=True, timeout_s=TICK_S)
-            self.take_in(block=not self.core.has_work)
+                self.handle_messages(block=True, timeout_s=TICK_S)
+            self.handle_messages(block=not self.core.has_work)
             if self.core.has_work:
                 self.doing = "step"
                 outputs = self.core.step()
@@ -130,7 +130,7 @@ class CoreLoop:
                 if outputs:
                     self.outbox.put(Outputs(outputs))
 
-    def take_in(self, block: bool, timeout_s: float | None = None) -> None:
+    def handle_messages(self, block: bool, timeout_s: float | None = None) -> None:
         self.doing = ""
         try:
             while True:
@@ -283,7 +283,7 @@ def main() -> NoReturn:
         loop = CoreLoop(core, inbox, outbox)
         threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
         # The first message shows that the parent knows that the core is ready, and has removed the folder.
-        loop.take_in(block=True)
+        loop.handle_messages(block=True)
         _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
     except BaseException as error:  # noqa: BLE001 - the loop of a process: the parent learns of it by these last words

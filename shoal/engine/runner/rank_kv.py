@@ -105,7 +105,7 @@ class RankKv:
         def copy(num_blocks: int) -> None:
             blocks = list(range(num_blocks))
             self._in.stage(self._maps["in"], blocks, blocks).trigger_all_layers()
-            self._settle()
+            self._wait_for_copies()
 
         pinned = CHUNK_BYTES // self.plan.block_bytes
         num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(self.slab.rows), self.plan.num_blocks))
@@ -214,7 +214,7 @@ class RankKv:
     def abandon(self) -> None:
         """Waits for the transfers under way, and drops their results. Raises TimeoutError if it does not end;
         a host block may then still be written."""
-        self._settle()
+        self._wait_for_copies()
         for files in self._files:
             for future in files.intact:
                 future.result(ABANDON_S)
@@ -229,9 +229,9 @@ class RankKv:
             ends.callback(self.slab.close)
             ends.callback(self.close_tiers)
             ends.callback(self._maps.clear)  # They hold the cache and the slab.
-            ends.callback(self._settle)
+            ends.callback(self._wait_for_copies)
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Waits for copies."""
         for copying in (self._out, self._in):
             copying.synchronize()

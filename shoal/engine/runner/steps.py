@@ -156,7 +156,7 @@ class Steps:
             on_host = packed[slice(*spans["whole_rows"])]
             rows = sections["whole_rows"], on_host, num_whole_rows, outcome.places, options
             outcome.whole_rows = StepWholeRows(*rows)
-            self.whole_rows.draw(outcome.logits_SV, outcome.whole_rows)
+            self.whole_rows.sample(outcome.logits_SV, outcome.whole_rows)
         report = None
         sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), int(header[Header.NUM_SAMPLES])
         if self.drafting is not None:

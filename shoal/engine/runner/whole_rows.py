@@ -184,7 +184,7 @@ class WholeRowSampler:
 
     # Steps
 
-    def draw(self, logits_SV: torch.Tensor, rows: StepWholeRows) -> None:
+    def sample(self, logits_SV: torch.Tensor, rows: StepWholeRows) -> None:
         """Draws for a step's whole rows, with the results where `Sampler.sample` writes them."""
         for inputs_XK, samples in self._chunks(rows):
             size = inputs_XK.shape[1]

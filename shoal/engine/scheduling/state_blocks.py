@@ -208,12 +208,12 @@ class StateBlocks(GroupedBlocks):
     # Snapshots that parts of the engine keep
 
     def keep(self, snapshot: StateSnapshot) -> None:
-        """Keeps the content of a snapshot until `let_go`: it is being copied, is lent, or a request will
+        """Keeps the content of a snapshot until `unpin`: it is being copied, is lent, or a request will
         continue from it."""
         self.snapshots.pin(snapshot)
         self._kept.append(snapshot)
 
-    def let_go(self, snapshot: StateSnapshot) -> None:
+    def unpin(self, snapshot: StateSnapshot) -> None:
         self._kept.remove(snapshot)
         self.snapshots.unpin(snapshot)
 

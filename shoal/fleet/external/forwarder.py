@@ -352,9 +352,9 @@ class ExternalForwarder:
             count -= 1
             text = await self._tokens.text_of(model, prompt_ids, ids[:count])
         if text is not None and text.startswith(sent) and not text.endswith(HALF):
-            stream.settle(count, text[len(sent) :])
+            stream.keep(count, text[len(sent) :])
         elif whole is not None and whole.startswith(sent):  # invalid UTF-8, as vLLM shows it
-            stream.settle(len(ids), whole[len(sent) :].rstrip(HALF))
+            stream.keep(len(ids), whole[len(sent) :].rstrip(HALF))
         elif any(len(stop) > 1 for stop in request.stops):
             raise UnavailableError(
                 "the stream broke and cannot continue: the text of the generated tokens is unknown (no "

@@ -169,7 +169,7 @@ class ExternalStream:
             self._head, self.prompt_ids, self.has_finished = {}, None, False
             self.finish_reasons.clear()
 
-    def settle(self, num_tokens: int, owed: str) -> None:
+    def keep(self, num_tokens: int, owed: str) -> None:
         """Keeps the first `num_tokens` output tokens. `owed`: the end of their text, which was not sent."""
         del self.token_ids[num_tokens:]
         self._owed = owed

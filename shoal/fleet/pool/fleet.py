@@ -27,7 +27,7 @@ from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool import metrics as fleet_metrics
 from shoal.fleet.pool.commands import command_workers
 from shoal.fleet.pool.health import HealthChecks
-from shoal.fleet.pool.metrics import of_planner
+from shoal.fleet.pool.metrics import planner_metrics
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.pool.replica_sync import ReplicaSync
 from shoal.fleet.registry.registry import Registry
@@ -544,7 +544,7 @@ class Fleet:
             self.health_checks.num_canaries,
         )
         if self.planner_view is not None:
-            yield from of_planner(self.planner_view())
+            yield from planner_metrics(self.planner_view())
         if self.replica_sync is not None:
             replica_sync = self.replica_sync
             yield fleet_metrics.one_gauge(

@@ -257,7 +257,7 @@ def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) ->
     return family
 
 
-def of_planner(view: PlannerView) -> Iterable[Metric]:
+def planner_metrics(view: PlannerView) -> Iterable[Metric]:
     models = view.models.items()
 
     def by(label: str, field: str) -> tuple[tuple[str, str], list[Row]]:

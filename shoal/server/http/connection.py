@@ -240,12 +240,12 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
         while rest and not self.pipeline and not self._is_closing:
             piece, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
-            self._take_in(piece)
+            self._receive(piece)
         if rest and not self._is_closing:
             self._kept = bytes(rest)
             self.flow.pause_reading()
 
-    def _take_in(self, data: memoryview) -> None:
+    def _receive(self, data: memoryview) -> None:
         self._known_bytes, self._began_message = 0, False
         rest = data
         while rest:

@@ -54,7 +54,7 @@ PASSED_ON = frozenset(
 )
 
 
-class _Asked(msgspec.Struct):
+class _ModelFields(msgspec.Struct):
     """The fields of a body that the router reads itself."""
 
     model: str | None = None
@@ -75,9 +75,9 @@ def _passing_on(handler: Handler) -> Handler:
         if not exchange.models.external:
             return await handler(exchange)
         if exchange.method in ("GET", "HEAD"):
-            asked = _Asked(next(iter(exchange.query().get("model", ())), None))
+            asked = _ModelFields(next(iter(exchange.query().get("model", ())), None))
         else:
-            asked = decode(_Asked, exchange.body)
+            asked = decode(_ModelFields, exchange.body)
         model = exchange.models.find_external(asked.model or asked.name)
         if model is None:
             return await handler(exchange)
@@ -86,7 +86,7 @@ def _passing_on(handler: Handler) -> Handler:
     return handle
 
 
-async def _pass_on(exchange: Exchange, model: ExternalModel, asked: _Asked) -> None:
+async def _pass_on(exchange: Exchange, model: ExternalModel, asked: _ModelFields) -> None:
     limits = [t for t in (asked.timeout, model.request_timeout) if t is not None]
     seconds = min(limits) if limits else None
     query = exchange.scope["query_string"].decode("latin-1")

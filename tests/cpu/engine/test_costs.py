@@ -123,11 +123,11 @@ def test_reads_side_by_side_are_measured_by_the_time_in_which_there_was_work():
     reads.begun(10.0)
     reads.ended(14.0, 8)
     reads.ended(13.0, 8)
-    reads.settle()
+    reads.update_rate()
     assert rate.seconds == 0.25
     reads.begun(100.0)  # nothing was asked of the tier meanwhile
     reads.ended(101.0, 4)
-    reads.settle()
+    reads.update_rate()
     assert rate.latest == 0.25
 
 
@@ -136,7 +136,7 @@ def test_reads_that_fail_at_once_do_not_make_a_tier_look_quick():
     reads = Throughput(rate)
     reads.begun(0.0)
     reads.ended(0.001, 0)
-    reads.settle()
+    reads.update_rate()
     assert rate.seconds == 1.0
 
 

@@ -186,7 +186,7 @@ def test_only_the_rows_concerned_are_copied_and_drawn_again():
     before, best = logits.clone(), int(logits[4].argmax())
     state.sampled_S.fill_(-7)
     sampler.start_rows(SamplerOptions(starts=[RowStart(5, *packed(bias={best: -100.0}), [], [])]))
-    sampler.draw(logits, step_rows((4, 5, 9, 5), (1, 2, 3, -1)))
+    sampler.sample(logits, step_rows((4, 5, 9, 5), (1, 2, 3, -1)))
     assert taken == [[4, 1]] and drawn == [[5, 2]]
     assert torch.equal(logits, before), "raw log-probabilities still read them"
     second = int(logits[4].topk(2).indices[1])
@@ -205,7 +205,7 @@ def test_whole_rows_beyond_one_chunk_are_all_drawn():
     samples = torch.arange(7, dtype=torch.int32)
     places = SamplePlaces(samples % 3, samples, samples)
     sampler.state.sampled_S = torch.full((10,), -7, dtype=torch.int32)
-    sampler.draw(logits, StepWholeRows(torch.from_numpy(packed), packed, 7, places, None))
+    sampler.sample(logits, StepWholeRows(torch.from_numpy(packed), packed, 7, places, None))
     assert sampler.state.sampled_S.tolist() == [*logits[:7].argmax(1).tolist(), -7, -7, -7]
 
 

@@ -17,7 +17,7 @@ from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import write_profile
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.planner.planner import Recorded, replay
-from shoal.fleet.pool.metrics import of_planner
+from shoal.fleet.pool.metrics import planner_metrics
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.scaled_fleet import OwnFleet
 from shoal.fleet.simulator.timing import profile_of
@@ -516,7 +516,7 @@ def test_the_command_prints_the_decisions_of_a_record(tmp_path, capsys):
 def samples(view):
     return {
         (sample.name.removeprefix("shoal:planner_"), *list(sample.labels.values())[1:]): sample.value
-        for family in of_planner(view)
+        for family in planner_metrics(view)
         for sample in family.samples
     }
 
