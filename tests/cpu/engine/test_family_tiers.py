@@ -250,7 +250,7 @@ def test_a_router_counts_the_tiers_as_the_worker_does(name, share_gone, build):
     for event in (event for batch in core.events.drain() for event in batch.events):
         index.apply(WorkerRank("a"), event)
     groups, size = blocks.groups, blocks.block_size
-    # Of groups that are reported as one, each tier reports the blocks that it has of all of them; and a block has
+    # Each tier reports the blocks that it has of all groups that are reported as one; and a block has
     # no place after one that the router does not know, as where all layers have a window.
     is_exact = groups[0].window is None and len({group.window for group in groups}) == len(groups)
     num_found = 0
