@@ -34,14 +34,14 @@ class Router:
     bias: bool = False  # is added to the logits
     correction: bool = False
     expert_scale: bool = False  # a factor of each expert's weight
-    # ExpertsKind.join sets these, where the shared expert is one of the experts
-    shared: bool = False  # each token has one more expert, the last one, with a weight of 1
-    shared_gate: bool = False  # that weight is the sigmoid of one more logit, the last one
+    # Set by ExpertsKind.join: the shared expert is the last of the experts, and each token has it
+    joined: bool = False  # with a weight of 1
+    joined_gate: bool = False  # instead with the sigmoid of one more logit, the last one
 
     @property
     def num_slots(self) -> int:
         """Experts of a token, the shared one included."""
-        return self.top_k + self.shared
+        return self.top_k + self.joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ExpertsKind:
     @property
     def num_matrices(self) -> int:
         """Experts, a joined shared one included."""
-        return self.num_experts + self.router.shared
+        return self.num_experts + self.router.joined
 
     def join(self) -> ExpertsKind:
         """Returns the mixture with its shared expert as the last of the experts, so that their kernels run it
@@ -91,4 +91,4 @@ class ExpertsKind:
         shared, biased = self.shared, self.biases or self.router.bias
         if shared is None or shared.intermediate_size != self.intermediate_size or biased:
             return self
-        return replace(self, router=replace(self.router, shared=True, shared_gate=shared.gated), shared=None)
+        return replace(self, router=replace(self.router, joined=True, joined_gate=shared.gated), shared=None)

@@ -44,21 +44,21 @@ class ExpertMatrix(MatrixLayer):
         ops: Ops,
         stacked: bool,
         biased: bool = False,
-        shared: bool = False,
+        joined: bool = False,
     ) -> None:
-        """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint. `shared`: the
+        """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint. `joined`: the
         last expert is the shared one."""
         self.split = 1 if names == ("down_proj",) else 0
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
-        self.shared = shared
+        self.joined = joined
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if biased else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         parent = path.partition(".experts.")[0]
         for i, (expert, name) in enumerate(itertools.product(self.experts, self.names)):
-            is_shared = self.shared and expert == self.experts[-1]
+            is_shared = self.joined and expert == self.experts[-1]
             own = f"{parent}.shared_experts.{name}" if is_shared else f"{parent}.experts.{expert}.{name}"
             yield CheckpointTensor(f"{own}.weight", self.shape, partial(self._load, i))
             if self.bias is not None:
@@ -107,7 +107,7 @@ class ExpertGroup(nn.Module):
         super().__init__()
         up, down = (kind.intermediate_size, hidden), (hidden, kind.intermediate_size)
         first = ("gate_proj", "up_proj") if kind.activation.has_gate else ("up_proj",)
-        rest = tp, ops, stacked, kind.biases, kind.router.shared
+        rest = tp, ops, stacked, kind.biases, kind.router.joined
         self.w13 = ExpertMatrix(experts, first, up, *rest)
         self.w2 = ExpertMatrix(experts, ("down_proj",), down, *rest)
 
@@ -167,13 +167,13 @@ class RouterLayer(Linear):
         self, hidden_size: int, kind: ExpertsKind, tp: TensorParallel, ops: Ops, name: str = "gate"
     ) -> None:
         router, outputs = kind.router, {name: kind.num_experts}
-        if router.shared_gate:
+        if router.joined_gate:
             outputs["shared_expert_gate"] = 1
         super().__init__(hidden_size, outputs, tp, ops, split=None, bias=router.bias)
         self.router = router
         if router.float32:
             self.dtype = torch.float32
-            rows = kind.num_experts + router.shared_gate
+            rows = kind.num_experts + router.joined_gate
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=self.dtype), False)
             self.format = PlainWeight(ops, self.weight)
         self.correction, self.expert_scale = (

@@ -3,17 +3,21 @@ Whatever needs the shape of a cache derives it from this; kv_cache.py has the me
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.kernels.reference import FP8_MAX
 from shoal.kv.groups import CacheKind, LayerGroup, make_groups
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.model_config import ModelConfig
-from shoal.weights.kv_scales import kv_scales
+from shoal.weights.kv_scales import kv_scales, name_of
 from shoal.weights.source import CheckpointFiles
+
+logger = logging.getLogger(__name__)
 
 FP8 = "float8_e4m3fn"
 
@@ -114,6 +118,32 @@ def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
         spec = msgspec.structs.replace(alone[group.layers[0]], num_layers=num_layers, block_size=size)
         specs.append(msgspec.structs.replace(spec, padding=block_bytes - spec.block_bytes))
     return CachePlan(groups, tuple(specs))
+
+
+def with_scales(
+    plan: CachePlan, config: ResolvedConfig, files: CheckpointFiles, warns: bool
+) -> tuple[CachePlan, list[torch.Tensor] | None]:
+    """Returns the plan with the scales of an fp8 cache, and the scales; None for another cache. `warns` of a
+    checkpoint without scales. Raises CheckpointError."""
+    if plan.dtype != FP8:
+        return plan, None
+    scales = cache_scales(config, files)
+    if warns and all((scales_2G == 1).all() for scales_2G in scales):
+        logger.warning(
+            "kv_cache_dtype %r: %s gives no scales (k_scale, v_scale), so keys and values beyond %g are cut "
+            "off",
+            config.kv_cache_dtype,
+            files.path,
+            FP8_MAX,
+        )
+    return plan.with_specs(scales=name_of(scales)), scales
+
+
+def may_share_prefixes(config: ResolvedConfig, plan: CachePlan) -> bool:
+    """Returns whether decodes may share a prefix, whose keys are then read once for all of them. A layer with
+    a sliding window reads only the last keys of a sequence, so a model of such layers alone has nothing to
+    share."""
+    return plan.keeps_all and config.enable_prefix_caching and not config.disable_cascade_attn
 
 
 def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> list[torch.Tensor]:

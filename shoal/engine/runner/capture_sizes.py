@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.attention.backend import AttentionBackend
+from shoal.config import ResolvedConfig
 from shoal.engine.runner.batch import MixedShape
 from shoal.layers.experts import ExpertMatrix, Experts
 from shoal.layers.matrix import MatrixLayer
@@ -63,6 +65,16 @@ def most_captured_tokens(model: Decoder) -> int:
                     size = size * mixture.router.num_slots // mixture.num_matrices
                 active += size
     return int(LAUNCH_S * len(model.layers) * FLOPS / (2 * active))
+
+
+def captured_shapes(
+    model: Decoder, backend: AttentionBackend, config: ResolvedConfig, share_from: int | None
+) -> list[MixedShape]:
+    """Returns the shapes of the mixed steps of which graphs are captured, small to large."""
+    if config.enforce_eager or not backend.captures_mixed:
+        return []
+    most = min(config.max_num_batched_tokens, most_captured_tokens(model))
+    return mixed_shapes(most, config.max_num_seqs, share_from)
 
 
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:

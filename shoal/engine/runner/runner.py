@@ -7,7 +7,6 @@ Every rank gets the same commands in the same order.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,8 +21,8 @@ from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch import Header
 from shoal.engine.runner.batch_state import BatchState
-from shoal.engine.runner.cache_plan import FP8, cache_scales, plan_cache
-from shoal.engine.runner.capture_sizes import mixed_shapes, most_captured_tokens
+from shoal.engine.runner.cache_plan import may_share_prefixes, plan_cache, with_scales
+from shoal.engine.runner.capture_sizes import captured_shapes
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import take_export
@@ -39,17 +38,13 @@ from shoal.engine.runner.steps import StepResult, Steps
 from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
 from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.kernels.ops import select_ops
-from shoal.kernels.reference import FP8_MAX
 from shoal.kernels.state import StateLayout
 from shoal.layers.mixer import mixer_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
-from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -77,18 +72,7 @@ class ModelRunner:
         self.share = GpuShare(self.device, config) if is_measured else None
         self.regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
-        plan = plan_cache(config, model, tp.rank)
-        scales = cache_scales(config, files) if plan.dtype == FP8 else None
-        if scales is not None:
-            plan = plan.with_specs(scales=name_of(scales))
-            if tp.rank == 0 and all((scales_2G == 1).all() for scales_2G in scales):
-                logger.warning(
-                    "kv_cache_dtype %r: %s gives no scales (k_scale, v_scale), so keys and values beyond %g "
-                    "are cut off",
-                    config.kv_cache_dtype,
-                    files.path,
-                    FP8_MAX,
-                )
+        plan, scales = with_scales(plan_cache(config, model, tp.rank), config, files, warns=tp.rank == 0)
         with self._building():
             ops = select_ops(self.device.type)
             backends = select_backends(
@@ -112,16 +96,9 @@ class ModelRunner:
         self.state = state = BatchState(self.layout, self.device, config.queries)
         parts = state.table, state.active_B, state.sampled_S, state.block_tables
         self.drafting = build_drafting(config, self.head, ops, lambda: self.cache.layers, parts)
-        # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
-        # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
-        never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or not plan.keeps_all
         # Steps with at least this many decodes look for groups that share a prefix. None: no step does.
-        self.share_from = None if never_shares else backend.share_from
-        # The shapes of mixed steps that graphs capture, small to large.
-        self.mixed_shapes = []
-        if backend.captures_mixed and not config.enforce_eager:
-            most = min(self.max_num_tokens, most_captured_tokens(self.model))
-            self.mixed_shapes = mixed_shapes(most, self.max_num_seqs, self.share_from)
+        self.share_from = backend.share_from if may_share_prefixes(config, plan) else None
+        self.mixed_shapes = captured_shapes(self.model, backend, config, self.share_from)
         # With tiers, the device's copy engines may be busy with large copies of blocks, behind which a step's
         # small copies would wait. There a kernel makes them.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy

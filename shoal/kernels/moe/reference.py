@@ -19,8 +19,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weights (float32) and ids of each token's best experts, and of the shared one, [T, k]."""
     logits_TE = router_logits_TE.float()
-    shared_T1 = logits_TE.new_ones(len(logits_TE), int(router.shared))
-    if router.shared_gate:
+    shared_T1 = logits_TE.new_ones(len(logits_TE), int(router.joined))
+    if router.joined_gate:
         logits_TE, shared_T1 = logits_TE[:, :-1], logits_TE[:, -1:].sigmoid()
     if router.softcap is not None:
         logits_TE = router.softcap * torch.tanh(logits_TE / router.softcap)

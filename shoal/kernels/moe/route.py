@@ -140,7 +140,7 @@ def route(
 ) -> None:
     """Writes each slot's weight and expert, [T * slots of a token]. With counts, which are 0, writes ranks,
     and counts each expert's slots."""
-    num_tokens, num_experts = len(router_logits_TE), router_logits_TE.shape[1] - router.shared_gate
+    num_tokens, num_experts = len(router_logits_TE), router_logits_TE.shape[1] - router.joined_gate
     for tensor in tensors:
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
     assert router_logits_TE.is_contiguous() and num_experts % router.num_groups == 0
@@ -154,8 +154,8 @@ def route(
         counts_E,
         E=num_experts,
         K=router.top_k,
-        SHARED=router.shared,
-        SHARED_GATE=router.shared_gate,
+        SHARED=router.joined,
+        SHARED_GATE=router.joined_gate,
         SCORES=router.scores,
         RENORMALIZE=router.renormalize,
         EPS=router.eps,

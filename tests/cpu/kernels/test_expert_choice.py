@@ -110,22 +110,22 @@ def test_experts_and_weights_equal_those_of_the_family(name: str) -> None:
     torch.testing.assert_close(torch.zeros_like(want).scatter_(1, experts, weights), want)
 
 
-@pytest.mark.parametrize("shared", [{}, {"shared": True}, {"shared": True, "shared_gate": True}], ids=str)
+@pytest.mark.parametrize("shared", [{}, {"joined": True}, {"joined": True, "joined_gate": True}], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_kernel_chooses_as_plain_pytorch_does(name: str, shared: dict[str, bool]) -> None:
     """With a shared expert among the others, too, which each token has."""
     router, tokens = replace(FAMILIES[name][-1], **shared), 9
     logits, tensors, _ = drawn(name, tokens)
     num_experts = logits.shape[1]
-    if router.shared_gate:
+    if router.joined_gate:
         logits = torch.cat((logits, torch.randn(tokens, 1)), dim=1)
     want_weights, want_experts = reference.route(logits, router, tensors)
-    if router.shared:
+    if router.joined:
         assert want_experts[:, -1].tolist() == [num_experts] * tokens
-        share = logits[:, -1].sigmoid() if router.shared_gate else torch.ones(tokens)
+        share = logits[:, -1].sigmoid() if router.joined_gate else torch.ones(tokens)
         torch.testing.assert_close(want_weights[:, -1], share)
     slots = tokens * router.num_slots
-    weights, counts = torch.empty(slots), torch.zeros(num_experts + router.shared, dtype=torch.int32)
+    weights, counts = torch.empty(slots), torch.zeros(num_experts + router.joined, dtype=torch.int32)
     experts, ranks = torch.empty(slots, dtype=torch.int32), torch.empty(slots, dtype=torch.int32)
     triton_route(logits, router, tensors, weights, experts, ranks, counts)
     assert torch.equal(experts.view(tokens, -1), want_experts.int())
