@@ -89,14 +89,17 @@ class Processes:
     def _start(self, name, *command):
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         with (self.folder / f"{name}.log").open("a") as log:
-            self.running[name] = subprocess.Popen(
-                [PYTHON, "-m", "shoal", *map(str, command)],
+            self.running[name] = self._popen(
+                list(map(str, command)),
                 # Workers that share a machine wait for each other's threads: one each.
                 env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _popen(self, command, **options):
+        return subprocess.Popen([PYTHON, "-m", "shoal", *command], **options)
 
     def route(self, *options):
         ports = ("--port", self.port, "--admin-port", self.admin_port)

@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from tests.serving import PYTHON, ROOT
 
@@ -33,18 +34,36 @@ FREE_FD = 500  # descriptors from here on are in nobody's way
 class Forks:
     """`subprocess` stands in for the module of that name where the command is `python -m` and a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
+        """`modules`: those that the process which forks imports."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         with theirs:
-            self._process = subprocess.Popen(
-                [PYTHON, "-m", "tests.quick_starts", str(theirs.fileno())],
-                env=os.environ | {"PYTHONPATH": path},
+            process = subprocess.Popen(
+                [PYTHON, "-m", "tests.quick_starts", str(theirs.fileno()), *modules],
+                # Processes that share a machine wait for each other's threads: one each.
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._orders, self._lock = ours, threading.Lock()
+        self._set_up(ours, process.wait)
+
+    @classmethod
+    def inside(cls) -> Self:
+        """Returns forks of this process as it is now. It must have no threads."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (pid := os.fork()) == 0:
+            ours.close()
+            serve(theirs)
+            os._exit(0)
+        theirs.close()
+        self = cls.__new__(cls)
+        self._set_up(ours, lambda: os.waitpid(pid, 0))
+        return self
+
+    def _set_up(self, orders: socket.socket, wait: Callable[[], object]) -> None:
+        self._orders, self._wait, self._lock = orders, wait, threading.Lock()
         forks = self
 
         class Popen(subprocess.Popen):
@@ -78,15 +97,13 @@ class Forks:
 
     def close(self) -> None:
         self._orders.close()
-        self._process.wait()
+        self._wait()
 
 
 # In the process that forks
 
 
 def serve(orders: socket.socket) -> None:
-    for module in PRELOADED:
-        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     faulthandler.enable()
@@ -134,7 +151,7 @@ def become(
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        sys.path[:] = env["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = dict.fromkeys([*env["PYTHONPATH"].split(os.pathsep), *sys.path])
         sys.argv = [module, *argv]
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1) for fd in (1, 2))  # noqa: SIM115
         importlib.import_module(module).main()
@@ -145,4 +162,6 @@ def become(
 
 
 if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[1])))
