@@ -1,4 +1,5 @@
 """`GroupedBlocks`: `SequenceBlocks` of a model with several groups of layers, or with windows in all layers.
+kv/groups.py makes the groups, kv/places.py says which blocks a position needs.
 
 A sequence has a table for each group (kv/groups.py). A group that sees everything has blocks for all tokens.
 A group with a window has them from the first position that the next token sees to the end of the next chunk,

@@ -1,4 +1,5 @@
 """`GroupedFetches`: `Fetches` of a model with several groups of layers, or with windows in all layers.
+grouped_blocks.py has the blocks.
 
 To continue after n tokens, a sequence needs all blocks of the groups that see everything, and the last ones
 of each group with a window. So a fetch has one aim, the largest n for which the device has the first of the

@@ -1,5 +1,5 @@
 """The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header
-is weights/gguf/header.py's.
+is header.py's.
 
 Experts are stacked in the file; here they come one by one, and so do q, k and v if the file holds them as one
 matrix. Files of some architectures hold the rows of q and k in the order of interleaved rotary pairs; here
