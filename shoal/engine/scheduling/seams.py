@@ -1,6 +1,6 @@
-"""The calls of the scheduler and SequenceBlocks to the parts that an engine may have: a `Gate` keeps a sequence
-waiting, a `Reserve` gives blocks back, a `BlockWatcher` is notified of blocks. A part overrides StepPart
-(engine/step_part.py). Sources of KV blocks are in fetches.py; SequenceBlocks sees a step as `SeqPart`s.
+"""The calls of the scheduler and SequenceBlocks to the parts that an engine may have: a `Gate` keeps a
+sequence waiting, a `Reserve` gives blocks back, a `BlockWatcher` is notified of blocks. A part overrides
+StepPart (engine/step_part.py). Sources of KV blocks: fetches.py. SequenceBlocks sees a step as `SeqPart`s.
 """
 
 from __future__ import annotations
