@@ -74,7 +74,7 @@ class _Run:
         try:
             for finding in self.check.look(asked):
                 self.found.append(finding)
-        except Exception as error:  # noqa: BLE001   a check that breaks is a finding, and the others go on
+        except Exception as error:  # noqa: BLE001   a check that breaks is a finding, and the others continue
             what = f"the check broke: {type(error).__name__}: {error}"
             means = "Nothing is known of this."
             self.found.append(fails(self.check.name, what, means, "Please report it."))

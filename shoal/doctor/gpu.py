@@ -150,7 +150,7 @@ def _gpus(lines: Iterable[dict[str, Any]], is_asked: bool) -> Findings:
             yield _gpu(line, is_asked)
         elif "computes" in line and not line["is_right"]:
             means = "Its answers are wrong."
-            yield fails(f"GPU {line['computes']}", "a product came out wrong", means, "Replace the GPU.")
+            yield fails(f"GPU {line['computes']}", "a matmul came out wrong", means, "Replace the GPU.")
         elif "host" in line:
             yield _rate(f"GPU {line['host']} and host", line["to_gpu"], line["to_host"], is_asked)
         elif "pair" in line:

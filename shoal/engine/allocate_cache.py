@@ -11,7 +11,7 @@ from shoal.engine.scheduling.state_blocks import SnapshotRoom
 from shoal.errors import ConfigError
 
 SNAPSHOTS_A_SEQ = 4  # two of its prompt, one of its answer, and one that is being taken
-FEW_SNAPSHOTS = 16  # with which four sequences can go on
+FEW_SNAPSHOTS = 16  # with which four sequences can continue
 
 
 def allocate_cache(config: ResolvedConfig, ranks: Ranks) -> tuple[int, SnapshotRoom | None]:

@@ -244,7 +244,7 @@ class BlockPool:
         return idle
 
     def check(self, held: Iterable[int]) -> None:
-        """Proves the books. `held` names every reference that exists: a block once for each of its
+        """Checks all counts and rings. `held` names every reference that exists: a block once for each of its
         holders."""
         holders = Counter(held)
         assert self._ref_counts == [holders[block] for block in range(self.num_blocks)], (

@@ -1,5 +1,5 @@
 """Linear layers, whole or sharded over tensor-parallel ranks (Megatron-LM's column and row split). A layer
-cuts its own shard out of what it loads; how the shard lies in memory and is multiplied is its format's
+cuts its own shard out of what it loads; how the shard is stored and is multiplied is its format's
 (weight_format.py).
 """
 

@@ -1,4 +1,4 @@
-"""WeightFormat: one rank's matrix of weights as it lies in memory, and the matmuls that it takes part in.
+"""WeightFormat: one rank's matrix of weights as it is stored, and the matmuls that it takes part in.
 
 A layer shards and merges; it asks its format for everything else. Formats of fewer bits are in
 packed_weight.py.

@@ -110,7 +110,7 @@ class Regions:
             region.entered += 1
         stack = self._stack()
         if stack:
-            stack[-1][1].__exit__(None, None, None)  # PyTorch would go on using the outer pool.
+            stack[-1][1].__exit__(None, None, None)  # PyTorch would continue to use the outer pool.
         self._enter(stack, region)
         try:
             yield

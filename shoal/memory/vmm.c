@@ -148,7 +148,7 @@ static uint64_t allocate(Region *region, int64_t size, Status *status)
         int64_t room = region->room * 2 + 64;
         Allocation *larger = realloc(region->allocations, room * sizeof *larger);
         if (!larger)
-            return fail(status, HOST_MEMORY, 0, size, "no host memory for the books"), 0;
+            return fail(status, HOST_MEMORY, 0, size, "no host memory for bookkeeping"), 0;
         region->allocations = larger, region->room = room;
     }
     if (back(region, offset, size, status))

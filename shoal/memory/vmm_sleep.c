@@ -154,7 +154,7 @@ static int plan(Job *job, Host *host, Status *status)
     region->copies = calloc(chunks + count + 2 * steps(region) + 1, sizeof *region->copies);
     region->chunks = calloc(chunks + 1, sizeof *region->chunks);
     if (!region->copies || !region->chunks)
-        return fail(status, HOST_MEMORY, 0, total, "no host memory for the books");
+        return fail(status, HOST_MEMORY, 0, total, "no host memory for bookkeeping");
     region->host = host;
     if (host_acquire(host, chunks, region->chunks, status))
         return -1;
@@ -225,7 +225,7 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
     crew.units = list_units(jobs, n, true, &crew.count);
     if (!crew.units || !streams) {
         free(crew.units), free(streams);
-        return fail(status, HOST_MEMORY, 0, 0, "no host memory for the books");
+        return fail(status, HOST_MEMORY, 0, 0, "no host memory for bookkeeping");
     }
     int bad = 0;
     for (int i = 0; i < n && !bad; i++)
@@ -353,7 +353,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
         bad = code ? driver_failed(region, code, "waiting for the device", status) : going[i].keep ? plan(&going[i], host, status) : 0;
     }
     if (!bad && !(crew.units = list_units(going, num_going, false, &crew.count)))
-        bad = fail(status, HOST_MEMORY, 0, 0, "no host memory for the books");
+        bad = fail(status, HOST_MEMORY, 0, 0, "no host memory for bookkeeping");
     for (int64_t i = 0; i < crew.count; i++)
         crew.units[i].piece->fresh = false;      // A piece that stays mapped, because its copy failed, is up to date.
     bad = bad ? bad : copy_out(going, num_going, &crew, host, streams, num_streams, moved, status);

@@ -2,8 +2,8 @@
 of the next step. sender.py is its counterpart on the host, and scheduling/draft_lengths.py chooses how many
 drafts a step verifies.
 
-A draw depends on (seed, position) alone. So a step draws at the position of each draft as well, and a draft
-is accepted if it is what was drawn there: the tokens are the same as without drafts.
+A sample depends on (seed, position) alone. So a step samples at the position of each draft as well, and a
+draft is accepted if it is what was sampled there: the tokens are the same as without drafts.
 """
 
 from __future__ import annotations

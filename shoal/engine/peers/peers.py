@@ -111,7 +111,7 @@ class KvPeers(StepPart):
         `root`: what the first key is derived from. No step may be in flight."""
         if self.lender is None:
             return None
-        # Rank 0 waits for no other where a step draws no token; a block is whole when all have written it.
+        # Rank 0 waits for no other where a step samples no token; a block is whole when all have written it.
         self._ranks.call(commands.PEERS_FINISH)
         return self.lender.lend(token_ids, root)
 

@@ -53,7 +53,7 @@ class Header(IntEnum):
     MAX_KV_LEN = 5
     DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
-    # Samples that are drawn once more, from whole rows of logits: a request needs options that state rows
+    # Tokens that are sampled once more, from whole rows of logits: a request needs options that state rows
     # lack, or more than ranks exchange (kernels/sampling/split_sample.py).
     NUM_WHOLE_ROWS = 8
     NUM_PROMPT_LOGITS = 9  # prompt tokens whose logits are requested
@@ -222,7 +222,7 @@ class BatchBuilder:
     ) -> None:
         """`block_size`: the tokens of a block of the first table. `share_from`: the fewest decodes for which
         prefix groups are formed; None: never. `mixed_shapes`: shapes of the captured mixed steps, small to
-        large. `whole_row_sizes`: sizes of the chunks in which whole rows are drawn, small to large.
+        large. `whole_row_sizes`: sizes of the chunks in which whole rows are sampled, small to large.
         `splits_sampling`: several ranks sample together. `drafts`: None without speculation."""
         self.whole_row_sizes = whole_row_sizes
         self.splits_sampling, self.drafts = splits_sampling, drafts

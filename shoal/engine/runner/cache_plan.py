@@ -1,4 +1,4 @@
-"""`CachePlan`: which layers of a model share KV blocks, and how each group of layers lies in a block.
+"""`CachePlan`: which layers of a model share KV blocks, and where each group of layers is in a block.
 Whatever needs the shape of a cache derives it from this; kv_cache.py has the memory."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def captured_shapes(
 
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:
     """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on, rungs are at most a
-    quarter apart, which costs 10 % of padding in the mean. Below, products take the time of reading their
+    quarter apart, which costs 10 % of padding in the mean. Below, matmuls take the time of reading their
     weights, whatever the padding. From FEW_FROM on each rung exists twice: for few sequences, whose decodes
     are split finely, and for many, whose decodes may share prefixes. Where more than MANY sequences may run,
     every other rung beyond MANY tokens has a third shape, for all of them."""

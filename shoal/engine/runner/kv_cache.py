@@ -25,7 +25,7 @@ class KvCache:
 
     `scales`: the scales of an fp8 cache, for each layer [2, kv heads of the model].
 
-    `is_shared`: other processes may read the cache. On the CPU it then lies in shared memory; a GPU's memory
+    `is_shared`: other processes may read the cache. On the CPU it is then in shared memory; a GPU's memory
     can be shared as it is."""
 
     def __init__(

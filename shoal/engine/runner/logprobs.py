@@ -96,7 +96,7 @@ class Outcome:
     places: SamplePlaces
     hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
-    whole_rows: StepWholeRows | None = None  # the samples that were drawn from whole rows
+    whole_rows: StepWholeRows | None = None  # the tokens that were sampled from whole rows
     ended: bool = False  # the step's graph has accepted drafts, and made the next ones
 
 

@@ -2,7 +2,7 @@
 addresses. engine/lifecycle/sleep.py commands it.
 
 There are two regions, named by the tags "weights" and "kv_cache". On a GPU they are regions of shoal/memory,
-and the memory of the graphs of steps lies with the cache. On the CPU they are ordinary memory, whose pages
+and the memory of the graphs of steps is with the cache. On the CPU they are ordinary memory, whose pages
 are dropped: tests and laptops use sleep mode without a GPU.
 """
 

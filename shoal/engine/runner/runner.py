@@ -104,7 +104,7 @@ class ModelRunner:
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
         num_ints = self.max_num_seqs * (1 if self.drafting is None else self.drafting.report_size)
         buffers = StepBuffers(num_ints, self.max_num_tokens, self.device, copy)
-        # Sizes of the chunks in which a step draws from whole rows, small to large.
+        # Sizes of the chunks in which a step samples from whole rows, small to large.
         self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
         with self.regions.holding("kv_cache"):
             self.whole_rows = WholeRowSampler(

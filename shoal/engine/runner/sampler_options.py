@@ -26,7 +26,7 @@ class WantedRow(IntEnum):
     SHAPED = 1  # 1 if its row has options, else 0
 
 
-# Whole rows are drawn in chunks of at most this number, so that they need little memory.
+# Whole rows are sampled in chunks of at most this number, so that they need little memory.
 MOST_WHOLE_ROWS = 64
 
 
@@ -70,7 +70,7 @@ class SamplerOptions:
 
     starts: list[RowStart] = field(default_factory=list)
     grammars: list[GrammarRow] = field(default_factory=list)
-    # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
+    # int32 [grammars, words]: a bit for each token, set if it may be sampled (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
     embeds: list[int] = field(default_factory=list)  # samples whose hidden state is requested
     # samples with log-probabilities whose tokens are restricted by top_k, top_p or min_p
@@ -84,7 +84,7 @@ class SamplerOptions:
 class RowNeeds:
     """The needs of a state row's samples beyond the row's fields."""
 
-    whole_row: bool  # they are drawn from whole rows of logits in any case
+    whole_row: bool  # they are sampled from whole rows of logits in any case
     # They are changed by options up to the sample of this token, counted in the sequence. 0: there are none.
     options_end: int
 

@@ -1,7 +1,7 @@
 """`Sampler`: samples a step's tokens, and computes their log-probabilities. kernels/sampling has the ops.
 
 Plain sampling (temperature, top-k, top-p, min-p, seed) is one op at the end of every step, captured with it.
-Rows that need more (penalties, bias, allowed or banned ids, a grammar) are drawn once more: whole_rows.py.
+Rows that need more (penalties, bias, allowed or banned ids, a grammar) are sampled once more: whole_rows.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sampler:
     def sample(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
         """Samples a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
         POSITION. `positions_S`: the position of the last token before it. A row for which this does not
-        suffice gets some token, and is drawn again by `whole_rows`."""
+        suffice gets some token, and is sampled again by `whole_rows`."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
@@ -66,7 +66,7 @@ class Sampler:
     ) -> LogprobTensors | None:
         """Returns log-probabilities of the tokens sampled from these logits, and of the `num` best (-1: of
         the whole vocabulary). All ranks make this call, and rank 0 gets them. `whole_rows`: the samples that
-        were drawn from whole rows. `filtered`: the ones that top_k, top_p or min_p restrict, which rank 0
+        were sampled from whole rows. `filtered`: the ones that top_k, top_p or min_p restrict, which rank 0
         knows."""
         tokens_S = self.state.sampled_S[: logits_SV.shape[0]]
         if not self.processes_logprobs:

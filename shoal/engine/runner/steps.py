@@ -83,7 +83,7 @@ class StepResult:
 
 
 def samples_parts(header: np.ndarray) -> bool:
-    """False if all samples are drawn from whole rows, and a draw before that would be for nothing."""
+    """False if all tokens are sampled from whole rows, and sampling before that would be for nothing."""
     return bool(header[Header.NUM_WHOLE_ROWS] < header[Header.NUM_SAMPLES])
 
 

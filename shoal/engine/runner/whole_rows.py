@@ -52,7 +52,7 @@ def decode_places(state: BatchState, num_rows: int) -> SamplePlaces:
 
 @dataclass(frozen=True, slots=True)
 class StepWholeRows:
-    """The samples of a step that are drawn from whole rows."""
+    """The tokens of a step that are sampled from whole rows."""
 
     on_device: torch.Tensor  # the step's section `whole_rows`
     on_host: np.ndarray  # the same
@@ -119,13 +119,13 @@ class WholeRowSampler:
         return StepGraphs(self.draw_chunk, sizes[::-1], nullcontext)
 
     def capture(self, graphs: StepGraphs[int]) -> None:
-        """Captures these graphs, which `draw` uses from then on. Their memory pool is their own, because a
+        """Captures these graphs, which `sample` uses from then on. Their memory pool is their own, because a
         step's logits, which log-probabilities still read, lie in the pool of the other graphs unowned."""
         self.graphs = graphs
         graphs.capture(torch.cuda.graph_pool_handle())
 
     def rehearse(self, logits_SV: torch.Tensor) -> None:
-        """Launches what `draw` launches outside of graphs."""
+        """Launches what `sample` launches outside of graphs."""
         for size in (self.sizes[0], self.sizes[-1]):
             none_K = torch.full((size,), -1, dtype=torch.int32, device=self.device)
             inputs_XK = self._inputs_of(size)
@@ -199,7 +199,7 @@ class WholeRowSampler:
                 self._share(inputs_XK)
 
     def draw_chunk(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Changes the first `size` rows of `logits_KV` by their options and draws from them, as `inputs`
+        """Changes the first `size` rows of `logits_KV` by their options and samples from them, as `inputs`
         says. A graph captures this."""
         samples_K, rows_K, positions_K, before_K, options_K = self._inputs_of(size)
         logits_KV, tokens_K = self.logits_KV[:size], self.tokens_K[:size]
@@ -212,7 +212,7 @@ class WholeRowSampler:
     def shaped(
         self, logits_SV: torch.Tensor, rows: StepWholeRows
     ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-        """Yields samples and the logits from which `draw` drew them, chunk after chunk. The logits are
+        """Yields samples and the logits from which `sample` took them, chunk after chunk. The logits are
         float32, and valid until the next chunk. Rank 0 alone may call this, with whole logits."""
         for inputs_XK, samples in self._chunks(rows):
             samples_K, _, positions_K, _, options_K = inputs_XK

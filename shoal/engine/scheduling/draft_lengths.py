@@ -226,7 +226,7 @@ class DraftLengths:
             history.num_steps += 1
             history.num_verified += verified
             history.num_accepted += accepted
-            # Forced drafts tell nothing about the others.
+            # Forced drafts say nothing about the others.
             verified, accepted = verified - history.num_forced, accepted - history.num_forced
         if verified > 0 and accepted >= 0:
             self._judge_first(history, accepted > 0)

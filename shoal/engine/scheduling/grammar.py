@@ -256,7 +256,7 @@ class Grammars:
         """The masks of a step, int32 [rows, words], with a bit for each allowed token.
 
         A token that the request's other options forbid is taken out. Where no token is left, the end of text
-        may be drawn; if the grammar does not end there, `accept` refuses it.
+        may be sampled; if the grammar does not end there, `accept` refuses it.
         """
         words = self._num_words
         masks = np.zeros((len(rows), words), np.int32)

@@ -44,7 +44,7 @@ class ReportedGroups:
 
     def in_tiers(self) -> dict[int, list[int]]:
         """Returns the groups whose blocks are as long as the reported ones, by the number under which they
-        are reported: lower tiers do not tell which shorter blocks make up a reported one."""
+        are reported: lower tiers do not report which shorter blocks make up a reported one."""
         found = {
             alike[0]: [g for g in alike if self.groups[g].block_size == self.units[g]]
             for alike in self.alike

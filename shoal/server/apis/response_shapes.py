@@ -117,7 +117,7 @@ class LogprobShapes:
         return shown
 
     def _by_name(self, token_id: int, step: TokenLogprobs) -> dict[str, float]:
-        """Among tokens with one text (parts of characters are all U+FFFD) the drawn one is shown, else the
+        """Among tokens with one text (parts of characters are all U+FFFD) the sampled one is shown, else the
         likeliest."""
         shown: dict[str, float] = {}
         for i, entry in [(token_id, step[token_id]), *self._best(step)]:

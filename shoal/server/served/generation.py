@@ -255,13 +255,13 @@ class Generation:
                     self.line.drafted = self.usage.drafted = (verified + now[0], accepted + now[1])
                 if delta.finish_reason is not None:
                     self._num_ended += 1
-                    # The engine does not know of a stop string and would go on; other answers may run long.
+                    # The engine does not know of a stop string and would continue; others may run long.
                     await self._streams[i].aclose()
                 yield delta
                 if delta.finish_reason is not None:
                     return
         except (UserError, UnavailableError):
-            if started:  # a fleet could not go on
+            if started:  # a fleet could not continue
                 running.times.finish(FinishReason.ERROR)
             running.times.forget()
             raise
