@@ -214,7 +214,7 @@ async def test_ten_thousand_messages_come_in_order_of_each_publisher(site):
 
 
 @asynchronous
-async def test_a_slow_subscriber_loses_the_oldest_and_holds_up_nobody(site):
+async def test_a_slow_subscriber_loses_the_oldest_is_logged_and_holds_up_nobody(site, caplog):
     async with site.registries(2) as (a, b):
         slow = await b.subscribe("events", Note, max_buffered=10)
         quick = await b.subscribe("events", Note)
@@ -223,6 +223,9 @@ async def test_a_slow_subscriber_loses_the_oldest_and_holds_up_nobody(site):
         assert [(await anext(quick)).n for _ in range(100)] == list(range(100))
         assert [(await anext(slow)).n for _ in range(10)] == list(range(90, 100))
         assert slow.num_lost == 90 and quick.num_lost == 0
+        assert (
+            sum("the oldest messages beyond 10 are lost" in record.message for record in caplog.records) == 1
+        )
 
 
 @asynchronous

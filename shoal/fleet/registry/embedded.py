@@ -175,6 +175,12 @@ class Host:
                 encoded = (message, encode(message))
             if not self._try_send(name, encoded[1]):
                 self.num_dropped += 1
+                if self.num_dropped == 1:
+                    logger.warning(
+                        "the queue to process %s of the fleet is full; messages to it are dropped without a "
+                        "further warning",
+                        name,
+                    )
 
     def _try_send(self, name: str, payload: bytes) -> bool:
         if name in self._local:

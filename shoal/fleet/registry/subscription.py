@@ -51,7 +51,7 @@ class Subscription(Generic[T]):
     """The messages of a subject, in the order in which each publisher sent them, read by `async for`.
 
     A reader that is slower than its publishers loses the oldest messages beyond `max_buffered`. `num_lost`
-    counts them, and other readers are not slowed down.
+    counts them, the first is logged, and other readers are not slowed down.
     """
 
     def __init__(self, subject: str, type_: type[T], reader: Reader, max_buffered: int) -> None:
@@ -63,7 +63,15 @@ class Subscription(Generic[T]):
         self.stop_listening: Callable[[], None] = lambda: None
 
     def put(self, payload: bytes) -> None:
-        self.num_lost += len(self._buffer) == self._buffer.maxlen
+        if len(self._buffer) == self._buffer.maxlen:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                logger.warning(
+                    "%s is read more slowly than it is published; the oldest messages beyond %d are lost "
+                    "without a further warning",
+                    self._kind,
+                    self._buffer.maxlen,
+                )
         self._buffer.append(payload)
         self._arrived.set()
 
