@@ -18,6 +18,7 @@ from shoal.engine.early_device import open_device_early
 def seen(monkeypatch, tmp_path):
     """Notes calls of a driver that is not there, and the import of kernels."""
     open_gpu.open_gpu.cache_clear()
+    early_device._compute_key_early.cache_clear()
     calls: list[str] = []
     imported = threading.Event()
 
@@ -42,18 +43,34 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # and so restored afterwards
     monkeypatch.setattr(open_gpu, "_cuda_library", lambda torch: Path(torch))
     monkeypatch.setattr(early_device, "select_ops", lambda kind: calls.append(kind) or imported.set())
-    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: calls.append("key"))
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: calls.append("key") or "k")
     yield calls
     open_gpu.open_gpu.cache_clear()
+    early_device._compute_key_early.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_a_context_and_a_key_are_made_beside_the_import_of_kernels(seen, device):
     open_device_early(device)
     for thread in threading.enumerate():
-        if thread.name in ("shoal-open-gpu", "shoal-triton-key"):
+        if thread.name == "shoal-open-gpu":
             thread.join()
+    assert triton.runtime.cache.triton_key() == "k"
     assert sorted(seen) == ["context", "cuda", "device 0", "init", "key"]
+
+
+def test_a_look_for_a_kernel_waits_for_the_thread_that_computes_the_key(seen, monkeypatch):
+    """Regression: a look before the thread was ready computed the key a second time, 0.4 s of a start."""
+    may_go = threading.Event()
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: may_go.wait(10) and seen.append("key"))
+    open_device_early("cuda")
+    looks = [threading.Thread(target=triton.runtime.cache.triton_key) for _ in range(2)]
+    for look in looks:
+        look.start()
+    may_go.set()
+    for look in looks:
+        look.join()
+    assert seen.count("key") == 1
 
 
 def test_a_core_that_opened_the_gpu_first_opens_it_once(seen):
@@ -61,7 +78,7 @@ def test_a_core_that_opened_the_gpu_first_opens_it_once(seen):
     assert open_gpu.open_gpu("cuda")
     open_device_early("cuda")
     for thread in threading.enumerate():
-        if thread.name in ("shoal-open-gpu", "shoal-triton-key"):
+        if thread.name == "shoal-open-gpu":
             thread.join()
     assert seen.count("init") == 1
 
