@@ -67,14 +67,18 @@ class LayerWork:
         elif isinstance(kind.mixer, RecurrentKind):
             dense, state_bytes, per_state = _recurrence(kind.mixer, hidden)
         expert = num_experts = chosen = 0
+        matrices = 2 if model.activation == "relu2" else 3  # an MLP without a gate has up and down
         if experts is None:
             size = kind.intermediate_size or model.intermediate_size
-            dense += 3 * hidden * size if kind.has_mlp else 0
+            dense += matrices * hidden * size if kind.has_mlp else 0
         else:
-            expert, num_experts = 3 * hidden * experts.intermediate_size, experts.num_experts
-            chosen, dense = experts.router.top_k, dense + hidden * num_experts
+            num_experts, chosen, latent = experts.num_experts, experts.router.top_k, experts.latent_size
+            expert = (
+                (3 if experts.activation.has_gate else 2) * (latent or hidden) * experts.intermediate_size
+            )
+            dense += hidden * num_experts + 2 * hidden * (latent or 0)
             if experts.shared is not None:
-                dense += 3 * hidden * experts.shared.intermediate_size
+                dense += matrices * hidden * experts.shared.intermediate_size
         dense += 3 * hidden * model.per_layer_size
         window = None if kind.attention is None else kind.attention.window
         shape = dense, expert, num_experts, chosen, kv_numbers, per_pair
@@ -136,7 +140,8 @@ class Floor:
 
     `dense_bytes` and `expert_bytes` are the sizes of the weights that every token uses and of all experts.
     The head's are included, and the embedding's are not, unless both are the same matrix. By default each
-    weight has two bytes. `kv_bytes` is the size of a number in the cache.
+    weight has two bytes. `kv_bytes` is the size of a number in the cache. Matmuls with weights run at
+    `matmul_rate` times the ceiling: twice where they multiply in fp8.
 
     A step reads as many experts as random routing touches.
     """
@@ -148,8 +153,9 @@ class Floor:
         dense_bytes: int | None = None,
         expert_bytes: int | None = None,
         kv_bytes: int = 2,
+        matmul_rate: float = 1.0,
     ) -> None:
-        self.ceilings, self._kv_bytes = ceilings, kv_bytes
+        self.ceilings, self._kv_bytes, self._matmul_rate = ceilings, kv_bytes, matmul_rate
         self._layers = [LayerWork.of(model, kind) for kind in model.layers]
         self._head = model.hidden_size * model.vocab_size
         dense = sum(layer.dense for layer in self._layers)
@@ -164,12 +170,13 @@ class Floor:
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
         """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits
         of the last one."""
-        per_token = self._per_token + sum(layer.per_state for layer in self._layers)
-        operations, numbers = num_tokens * per_token + 2 * self._head, 0
+        products, numbers = num_tokens * self._per_token + 2 * self._head, 0
+        mixing = num_tokens * sum(layer.per_state for layer in self._layers)
         for layer in self._layers:
-            operations += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
+            mixing += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
             numbers += (2 * num_tokens + layer.seen(cached)) * layer.kv_numbers
-        return Cost(operations / self.ceilings.flops_per_s, numbers * self._kv_bytes, operations)
+        seconds = (products / self._matmul_rate + mixing) / self.ceilings.flops_per_s
+        return Cost(seconds, numbers * self._kv_bytes, products + mixing)
 
     def decode(self, contexts: Sequence[int], shared: int = 0) -> Cost:
         """Returns the cost of one step of sequences that have these numbers of tokens in the cache, of which
@@ -189,14 +196,12 @@ class Floor:
         if experts:
             weights += experts / self._all_experts * self._expert_bytes
         products = num_seqs * (self._per_token + 2 * self._head)
-        return self._phase(weights, products) + self._phase(numbers * self._kv_bytes + states, attention)
+        matmuls = self._phase(weights, products, self._matmul_rate)
+        return matmuls + self._phase(numbers * self._kv_bytes + states, attention)
 
-    def _phase(self, bytes_moved: float, operations: float) -> Cost:
-        return Cost(
-            max(bytes_moved / self.ceilings.bytes_per_s, operations / self.ceilings.flops_per_s),
-            bytes_moved,
-            operations,
-        )
+    def _phase(self, bytes_moved: float, operations: float, rate: float = 1.0) -> Cost:
+        seconds = bytes_moved / self.ceilings.bytes_per_s
+        return Cost(max(seconds, operations / rate / self.ceilings.flops_per_s), bytes_moved, operations)
 
     def run(
         self, inputs: Sequence[int], outputs: Sequence[int], max_num_seqs: int, shared_prefix: int = 0

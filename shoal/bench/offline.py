@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shoal.bench.floor import Ceilings, Floor
     from shoal.engine.llm import LLM
 
+MANY_ROWS = 8192  # of a long prompt, which multiplies in fp8 where a matrix can
+
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Returns `count` prompts of `length` random token ids, the same for the same seed."""
@@ -169,6 +171,7 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
 
     from shoal.bench.floor import Ceilings, Floor
     from shoal.layers.experts import Experts
+    from shoal.layers.matrix import MatrixLayer
     from shoal.weights.update import weight_tensors
 
     core, tp = llm.core, llm.core.config.tensor_parallel_size
@@ -177,10 +180,17 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
     def held(module: torch.nn.Module) -> int:
         return tp * sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(module))
 
-    experts = sum(held(module) for module in model.modules() if isinstance(module, Experts))
+    # A shared expert that is the last of the experts is read with each token, too.
+    experts = sum(
+        held(module) * module.kind.num_experts // module.kind.num_matrices
+        for module in model.modules()
+        if isinstance(module, Experts)
+    )
     dense = held(model) - experts
     if not core.model_config.tie_word_embeddings:
         dense -= held(model.embed_tokens)
+    matrices = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    in_fp8 = any(matrix.format.fp8_group(MANY_ROWS) is not None for matrix in matrices)
     together = Ceilings(ceilings.bytes_per_s * tp, ceilings.flops_per_s * tp)
     return Floor(
         core.model_config,
@@ -188,6 +198,7 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
         dense,
         experts,
         torch.empty((), dtype=core.ranks.runner.dtype).element_size(),
+        matmul_rate=2.0 if in_fp8 else 1.0,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from shoal.bench.floor import Ceilings, Floor
+from shoal.bench.floor import Ceilings, Floor, LayerWork
 from shoal.model_config import ModelConfig
 from shoal.models.config_json import config_from_json
 from tests import tiny_families
@@ -70,6 +70,21 @@ def test_experts_are_read_when_tokens_choose_them():
     dense, expert = 2 * (4 * 2 * 2 * 3 + 4 * 8 + 4 * 10), 2 * 3 * 4 * 4
     assert floor.decode([0]).seconds == dense + 2 * expert
     assert floor.decode([0] * 100).seconds == pytest.approx(dense + 8 * expert)
+
+
+def test_mlps_without_gates_have_two_matrices():
+    """The published Nemotron 3 Nano has 31.6 billion weights, of which embeddings are left out here."""
+    nemotron = model("nemotron-3-nano-30b")
+    works = [LayerWork.of(nemotron, kind) for kind in nemotron.layers]
+    weights = sum(work.dense + work.expert * work.num_experts for work in works)
+    assert weights + 2 * nemotron.hidden_size * nemotron.vocab_size == pytest.approx(31.6e9, rel=0.005)
+
+
+def test_matmuls_in_fp8_take_half_of_the_time():
+    floor, halved = (Floor(model("qwen3-8b"), H200, matmul_rate=rate).prefill(4096) for rate in (1, 2))
+    assert halved.operations == floor.operations
+    attention = 36 * 4 * 32 * 128 * 4096 * 4097 // 2 / 680e12
+    assert halved.seconds - attention == pytest.approx((floor.seconds - attention) / 2)
 
 
 def test_requests_wait_for_a_place():
