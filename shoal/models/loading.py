@@ -21,6 +21,9 @@ from shoal.models.layouts.layout import made_up
 from shoal.models.layouts.registry import BY_NAME
 from shoal.models.registry import BY_NAME as ARCHITECTURES
 
+# A factor of random embeddings: with it each expert of the published shapes is chosen by some of 256 tokens.
+SPREADING = 200.0
+
 LAYER = re.compile(r"layers\.(\d{1,6})\.")
 
 
@@ -67,8 +70,13 @@ def finish(module: nn.Module) -> None:
 
 @torch.no_grad()
 def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
-    """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
+    """Small random weights, for benchmarks: the arithmetic of a real model, made on the device.
+
+    With experts, embeddings are large. Attention of random weights averages tokens, so with small embeddings
+    they become alike from layer to layer, and routers send all of them to the same experts."""
     make_up(model, model.config, model.norm.weight.device, seed)
+    if any(kind.experts is not None for kind in model.config.layers):
+        model.embed_tokens.plain_weight().mul_(SPREADING)
 
 
 @torch.no_grad()
@@ -87,9 +95,9 @@ def make_up(model: nn.Module, config: ModelConfig, device: torch.device, seed: i
 
 @torch.no_grad()
 def fill_parameters(module: nn.Module, generator: torch.Generator) -> None:
-    """Makes up the parameters of a module: norms are 1, and other numbers are small."""
+    """Makes up the parameters of a module: norms and factors of layers are 1, and other numbers are small."""
     for name, parameter in module.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith("layer_scalar.value"):
             parameter.fill_(1.0)
         elif parameter.is_floating_point():
             parameter.uniform_(-0.02, 0.02, generator=generator)
