@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.bench.floor import Ceilings, Floor
     from shoal.engine.llm import LLM
 
-MANY_ROWS = 8192  # of a long prompt, which multiplies in fp8 where a matrix can
+MANY_ROWS = 8192  # A long prompt: it multiplies in fp8 where a matrix can.
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
