@@ -11,13 +11,13 @@ from tests.tiny_families import write_family
 
 @contextmanager
 def family_cores(root, **defaults):
-    """Yields a function that builds the core of a family with these options and its own. At the end all cores are
-    checked and ended."""
+    """Yields a function that builds the core of a family with these options and its own, and maybe with other fields
+    of its config. At the end all cores are checked and ended."""
     made = []
 
-    def make(name, **options):
+    def make(name, fields=None, **options):
         given = {"dtype": "float32", "device": "cpu"} | defaults | options
-        config = EngineConfig(model=str(write_family(root, name)), **given)
+        config = EngineConfig(model=str(write_family(root, name, **fields or {})), **given)
         made.append(EngineCore(config, resolve(config.model, None, None)))
         return made[-1]
 

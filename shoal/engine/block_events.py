@@ -101,8 +101,10 @@ class BlockEvents(StepPart):
             self._events.removed(key)
         elif alike := self._reported.alike[group := self._grouped.group_of(block)]:
             long, of_chain = self._long.get(alike[0]), group_key(key, group)
-            for gone in [of_chain] if long is None else long.around(of_chain):
+            for gone in [of_chain] if long is None else long.with_key(of_chain):
                 self._events.removed(gone, alike[0])
+                if long is not None:
+                    long.remove(gone)
 
     def cleared(self) -> None:
         self._published.clear()

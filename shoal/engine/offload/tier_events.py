@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.state_blocks import StateBlocks
-from shoal.hashing import group_key, part_key
+from shoal.hashing import part_key
 from shoal.kv.events.publisher import KvEvents
-from shoal.kv.events.reported_groups import ReportedGroups, TierBlocks
+from shoal.kv.events.reported_groups import ReportedGroups
+from shoal.kv.events.tier_blocks import tier_blocks
 from shoal.kv.tiers.block_file import BlockMeta, Event
 from shoal.kv_events import CPU, STORAGE
 
@@ -22,11 +23,8 @@ class TierEvents:
         self._has_states = isinstance(blocks, StateBlocks)
         # With recurrent layers: the keys of the blocks after which a tier has a snapshot
         self._snapshots: dict[str, set[bytes]] = {CPU: set(), STORAGE: set()}
-        in_tiers = ReportedGroups(blocks.groups, blocks.block_size).in_tiers()
-        self._by_group: dict[str, dict[int, TierBlocks]] = {
-            medium: {number: TierBlocks(alike) for number, alike in in_tiers.items()}
-            for medium in (CPU, STORAGE)
-        }
+        reported = ReportedGroups(blocks.groups, blocks.block_size)
+        self._by_group = {medium: tier_blocks(reported) for medium in (CPU, STORAGE)}
 
     def publish(self, medium: str, news: Sequence[Event]) -> None:
         """Publishes which blocks the tiers of a medium have stored and removed."""
@@ -38,14 +36,15 @@ class TierEvents:
             window = self._blocks.groups[group].window
             for item in news:
                 if isinstance(item, bytes):
-                    if (gone := blocks.removed(item)) is not None:
-                        self._events.removed_below(gone, medium, group)
-                elif item.group in blocks.alike and blocks.stored(item.key, item.group):
+                    for key in blocks.removed(item):
+                        self._events.removed_below(key, medium, group)
+                    continue
+                for block in blocks.stored(item):
                     self._events.stored(
-                        [group_key(item.key, item.group)],
-                        None if item.parent is None else group_key(item.parent, item.group),
-                        item.token_ids,
-                        *item.extra,
+                        [block.key],
+                        block.parent,
+                        block.token_ids,
+                        *block.extra,
                         medium,
                         group=group,
                         window=window,

@@ -42,19 +42,9 @@ class ReportedGroups:
             found += [group_key(key, g) for key in keys[start + step - 1 : end : step]]
         return found
 
-    def in_tiers(self) -> dict[int, list[int]]:
-        """Returns the groups whose blocks are as long as the reported ones, by the number under which they
-        are reported: lower tiers do not report which shorter blocks make up a reported one."""
-        found = {
-            alike[0]: [g for g in alike if self.groups[g].block_size == self.units[g]]
-            for alike in self.alike
-            if alike
-        }
-        return {number: groups for number, groups in found.items() if groups}
-
 
 class LongBlocks:
-    """Published blocks that each consist of several shorter ones. Several may share their first ones."""
+    """Blocks that each consist of several shorter ones. Several may share their first ones."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, Sequence[bytes]] = {}  # the last key of a block -> all of its keys
@@ -66,49 +56,17 @@ class LongBlocks:
         for key in keys:
             self._around.setdefault(key, set()).add(keys[-1])
 
-    def around(self, key: bytes) -> list[bytes]:
-        """Removes and returns the blocks that have this key, by their last ones."""
-        gone = list(self._around.get(key, ()))
-        for last in gone:
-            for own in self._keys.pop(last):
-                self._around[own].discard(last)
-                if not self._around[own]:
-                    del self._around[own]
-        return gone
+    def keys_of(self, last: bytes) -> Sequence[bytes]:
+        """Returns a block's keys."""
+        return self._keys[last]
 
+    def with_key(self, key: bytes) -> list[bytes]:
+        """Returns the blocks that have this key, by their last ones."""
+        return list(self._around.get(key, ()))
 
-class TierBlocks:
-    """Reported blocks of groups that are reported as one, in the tiers of one medium. Tiers report the block
-    of one group at a time."""
-
-    def __init__(self, alike: Sequence[int]) -> None:
-        self.alike = alike
-        self._all = sum(1 << g for g in alike)
-        # With several groups: the chain's key at a block's end -> mask of the groups whose block is there
-        self._there: dict[bytes, int] = {}
-
-    def stored(self, key: bytes, group: int) -> bool:
-        """Notes the block of a group, by its key. Returns whether the reported block is there now."""
-        if len(self.alike) == 1:
-            return True
-        of_chain = group_key(key, group)
-        self._there[of_chain] = mask = self._there.get(of_chain, 0) | 1 << group
-        return mask == self._all
-
-    def removed(self, key: bytes) -> bytes | None:
-        """Notes that the block of some group, by its key, is gone. Returns the chain's key of a reported
-        block that is gone now, if it was there."""
-        if len(self.alike) == 1:
-            return group_key(key, self.alike[0])
-        for group in self.alike:
-            of_chain, bit = group_key(key, group), 1 << group
-            mask = self._there.get(of_chain, 0)
-            if mask & bit:
-                self._there[of_chain] = mask ^ bit
-                if mask == bit:
-                    del self._there[of_chain]
-                return of_chain if mask == self._all else None
-        return None
-
-    def clear(self) -> None:
-        self._there.clear()
+    def remove(self, last: bytes) -> None:
+        """Removes a block by its last key."""
+        for key in self._keys.pop(last):
+            self._around[key].discard(last)
+            if not self._around[key]:
+                del self._around[key]

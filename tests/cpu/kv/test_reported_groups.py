@@ -2,9 +2,13 @@
 
 import random
 
-from shoal.hashing import group_key
-from shoal.kv.events.reported_groups import LongBlocks, ReportedGroups, TierBlocks
+import pytest
+
+from shoal.hashing import extend_keys, group_key, root_key
+from shoal.kv.events.reported_groups import LongBlocks, ReportedGroups
+from shoal.kv.events.tier_blocks import tier_blocks
 from shoal.kv.groups import LayerGroup
+from shoal.kv.tiers.block_file import BlockMeta
 
 CHAIN = [bytes([i]) * 16 for i in range(16)]
 
@@ -16,42 +20,66 @@ def test_groups_with_shorter_blocks_are_reported_in_blocks_of_the_first_group():
     assert reported.alike == [[0], [1, 2], [1, 2]]
     assert reported.parts(CHAIN, 1, 2) == [group_key(key, g) for g in (1, 2) for key in CHAIN[4:8]]
     assert reported.parts(CHAIN, 1, 0) == [CHAIN[7]]
-    assert reported.in_tiers() == {0: [0]}
 
 
 def test_a_group_that_sees_everything_with_longer_blocks_is_not_reported():
     reported = ReportedGroups([LayerGroup((), 4), LayerGroup((), 8), LayerGroup((), 8, 9)], 4)
     assert reported.alike == [[0], [], [2]]
-    assert reported.in_tiers() == {0: [0], 2: [2]}
+    assert list(tier_blocks(reported)) == [0, 2]
 
 
-def test_a_long_block_ends_with_the_first_of_its_parts_that_is_lost():
+def test_a_block_is_known_by_each_key_in_it():
     long = LongBlocks()
-    long.add(CHAIN[:4])
-    long.add([*CHAIN[:2], *CHAIN[8:10]])
-    long.add(CHAIN[4:8])
-    assert long.around(CHAIN[2]) == [CHAIN[3]]
-    assert long.around(CHAIN[0]) == [CHAIN[9]]
-    assert long.around(CHAIN[0]) == long.around(CHAIN[3]) == []
-    assert long.around(CHAIN[7]) == [CHAIN[7]]
+    blocks = CHAIN[:4], [*CHAIN[:2], *CHAIN[8:10]], CHAIN[4:8]
+    for keys in blocks:
+        long.add(keys)
+    assert long.with_key(CHAIN[2]) == [CHAIN[3]]
+    assert set(long.with_key(CHAIN[0])) == {CHAIN[3], CHAIN[9]}
+    for keys in blocks:
+        long.remove(keys[-1])
+        assert keys[-1] not in long.with_key(keys[0])
     assert not long._keys and not long._around
 
 
-def test_a_block_in_a_tier_is_reported_while_all_groups_have_it():
+@pytest.mark.parametrize("multiples", [(1, 1, 1), (4, 1, 1), (4, 2, 1), (2, 2, 1)], ids=str)
+def test_a_block_in_a_tier_is_reported_while_all_groups_have_it(multiples):
+    """Three groups, two of them alike, against a naive oracle."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    r = random.Random(seed)
-    blocks, there, is_published = TierBlocks([1, 3]), set(), set()
-    for _ in range(2000):
-        of_chain, group = r.choice(CHAIN[:5]), r.choice((1, 3))
-        key = group_key(of_chain, group)
-        if r.random() < 0.5:
-            there.add((of_chain, group))
-            if blocks.stored(key, group):
-                is_published.add(of_chain)
-        elif (of_chain, group) in there:
-            there.remove((of_chain, group))
-            is_published.discard(blocks.removed(key))
-        else:
-            assert blocks.removed(key) is None
-        assert is_published == {key for key in CHAIN if {(key, 1), (key, 3)} <= there}
+    r, step = random.Random(seed), multiples[0]
+    groups = [LayerGroup((), 4 * size, window) for size, window in zip(multiples, (None, 64, 64))]
+    blocks = tier_blocks(ReportedGroups(groups, 4))[1]
+    chains = []  # (group, number) -> block, of three sequences with common starts
+    tokens = [list(range(32)), [*range(24), *range(8)], [*range(9), *range(23)]]
+    for ids in tokens:
+        keys: list[bytes] = []
+        extend_keys(keys, root_key(), ids, 4)
+        own = {}
+        for g, size in enumerate(multiples):
+            for n in range(8 // size):
+                key, parent = keys[(n + 1) * size - 1], keys[n * size - 1] if n else None
+                part = ids[n * size * 4 : (n + 1) * size * 4]
+                own[g, n] = BlockMeta(group_key(key, g), parent and group_key(parent, g), part, group=g)
+        chains.append(own)
+    there, published = set(), set()
+    for _ in range(3000):
+        own = r.choice(chains)
+        block = own[r.choice(list(own))]
+        if r.random() < 0.6:
+            there.add(block.key)
+            published |= {found.key for found in blocks.stored(block)}
+        elif block.key in there:
+            there.remove(block.key)
+            published -= set(blocks.removed(block.key))
+        expected = {
+            own[0, n].key
+            for own in chains
+            for n in range(8 // step)
+            if (multiples[1] == step == multiples[2] or own[0, n].key in there)
+            and all(
+                own[g, i].key in there
+                for g in (1, 2)
+                for i in range(n * step // multiples[g], (n + 1) * step // multiples[g])
+            )
+        }
+        assert published == expected
