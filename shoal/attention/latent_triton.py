@@ -16,14 +16,20 @@ from shoal.attention.splits import CAPTURED_WAVES
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
 from shoal.kernels.hopper import empty_matmul_input
-from shoal.kernels.latent.attention import LatentWorkspace, latent_attention, latent_tiles, num_row_tiles
+from shoal.kernels.latent.attention import (
+    MAX_TILE_ROWS,
+    LatentWorkspace,
+    latent_attention,
+    latent_tiles,
+    num_row_tiles,
+)
 from shoal.kernels.latent.expanded import expanded_attention
-from shoal.kernels.latent.project import absorb_queries, project_values
+from shoal.kernels.latent.project import FEW_TOKENS, absorb_queries, project_values
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.latent import LatentKind
 
-MIN_SPLIT = 128  # the fewest keys that are worth a program of their own
+MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
 
@@ -47,12 +53,10 @@ class TritonLatentBackend:
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        # How many programs of latent_kernel run at once: its accumulators let two tiles of 16 rows share an
-        # SM, and no more rows.
-        self.slots = {rows: num_sms * (2 if rows == 16 else 1) for rows in (16, 32, 64)}
+        self.slots = 2 * num_sms  # programs of latent_kernel at once
         self.workspace = LatentWorkspace.allocate(
-            CAPTURED_WAVES * max(slots * rows for rows, slots in self.slots.items()),
-            CAPTURED_WAVES * max(self.slots.values()),
+            CAPTURED_WAVES * self.slots * MAX_TILE_ROWS,
+            CAPTURED_WAVES * self.slots,
             kind.kv_lora_rank,
             device,
             holding,
@@ -67,15 +71,12 @@ class TritonLatentBackend:
         num_rows = queries * self.kind.num_heads if queries else None
         return latent_tiles(num_rows, self.kind.kv_lora_rank, self.dtype).block_m
 
-    def splits(self, step: StepInput, num_tiles: int, rows: int) -> int:
-        """Into how many programs the keys of a tile are split: one or two waves of programs if tiles alone do
-        not fill the GPU, and more in a captured mixed step, most of whose places are empty. Captured graphs
-        get the same number each time."""
-        slots = self.slots[rows]
-        waves = 1 if 2 * num_tiles <= slots else 2
-        if step.sparse_decodes:
-            waves = CAPTURED_WAVES
-        return max(1, min(waves * slots // num_tiles, cdiv(step.max_kv_len, MIN_SPLIT)))
+    def splits(self, step: StepInput, num_tiles: int) -> int:
+        """Into how many programs the keys of a tile are split: one wave of programs if tiles alone do not
+        fill the GPU, and more in a captured mixed step, most of whose places are empty. Captured graphs get
+        the same number each time."""
+        waves = CAPTURED_WAVES if step.sparse_decodes else 1
+        return max(1, min(waves * self.slots // num_tiles, cdiv(step.max_kv_len, MIN_SPLIT)))
 
     def begin(self, step: StepInput) -> None:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
@@ -127,27 +128,29 @@ class TritonLatentBackend:
     ) -> None:
         """Writes out_THV of the decodes' tokens, and of the prefills' unless these are expanded."""
         kind = self.kind
-        q_THN = absorb_queries(
-            q_THX, kv_b_HWC, cos_sin, step.positions_T, kind.interleaved, kind.query_scaling
-        )
-        sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
+        num_prefills = step.num_seqs - step.num_decodes
+        few = len(q_THX) <= FEW_TOKENS and not num_prefills
+        rotation = cos_sin, step.positions_T, kind.interleaved, kind.query_scaling
+        q_THN = absorb_queries(q_THX, kv_b_HWC, *rotation, few)
+        sums_THC, parts = None, None
+        if not few:
+            sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
         sequences = step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
         if step.num_decodes:
             rows = self.tile_rows(step.queries)
             num_tiles = step.num_decodes * cdiv(step.queries * kind.num_heads, rows)
-            latent_attention(
+            parts = latent_attention(
                 q_THN,
                 cache,
                 sums_THC,
                 *sequences,
                 self.workspace,
                 kind.scale,
-                splits=self.splits(step, num_tiles, rows),
+                splits=self.splits(step, num_tiles),
                 min_split=MIN_SPLIT,
                 num_seqs=step.num_decodes,
                 queries=step.queries,
             )
-        num_prefills = step.num_seqs - step.num_decodes
         if num_prefills and not self.expands:
             # In a captured mixed step the empty places for decodes wrote zeros over some of these tokens.
             num_tokens = step.max_prefill_tokens
@@ -160,13 +163,15 @@ class TritonLatentBackend:
                 *sequences,
                 self.workspace,
                 kind.scale,
-                splits=self.splits(step, num_tiles, rows),
+                splits=self.splits(step, num_tiles),
                 min_split=MIN_SPLIT,
                 num_seqs=num_prefills,
                 first_seq=step.num_decodes,
                 num_tokens=num_tokens,
             )
-        project_values(sums_THC, kv_b_HWC, out_THV)
+        sums = sums_THC if parts is None else parts
+        assert sums is not None
+        project_values(sums, kv_b_HWC, out_THV)
 
     def attend_expanded(
         self,

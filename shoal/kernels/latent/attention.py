@@ -1,5 +1,7 @@
 """Triton attention over a paged cache of latents, in the absorbed form: all heads read the same keys, and the
-first C numbers of a key are its value, so one load of a tile serves both matmuls.
+first C numbers of a key are its value, so one load of a tile serves both matmuls. Keys, and in the second
+matmul the numbers of values, are the rows of the matmuls: Hopper's tensor cores want 64 or more, and a decode
+has fewer heads.
 
 A row is a query of one head. The rows of a sequence lie one after the other, head after head and query after
 query, and a tile takes rows across both. So decodes and prefills are the same work: a decode of one token has
@@ -13,15 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from shoal.kernels.attention.paged_attention import LOG2_E, LOWEST, AttentionTiles
+from shoal.kernels.hopper import has_large_shared_memory
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.rounding import cdiv, next_power_of_2
+
+MAX_TILE_ROWS = 32
 
 
 def latent_tiles(num_rows: int | None, size: int, dtype: torch.dtype) -> AttentionTiles:
@@ -29,10 +35,13 @@ def latent_tiles(num_rows: int | None, size: int, dtype: torch.dtype) -> Attenti
     start compiles it. An accumulator has a row of `size` numbers for each of a tile's rows, which bounds
     them."""
     if dtype == torch.float32:
-        return AttentionTiles(16, 16, 4, 1)
-    rows = 64 if num_rows is None else max(16, min(next_power_of_2(num_rows), 64))
-    # A program of more rows is alone on its SM, so it keeps more loads in flight while there is room.
-    return AttentionTiles(rows, 32, 8 if rows * size > 16 * 512 else 4, 3 if rows <= 32 else 2)
+        return AttentionTiles(16, 16, 8, 1)
+    most = MAX_TILE_ROWS
+    rows = most if num_rows is None else max(16, min(next_power_of_2(num_rows), most))
+    # Two programs of a decode share an SM of Hopper, and one loads while the other multiplies. Prefills need
+    # more registers.
+    shares = num_rows is not None and has_large_shared_memory()
+    return AttentionTiles(rows, 32, 4 if rows == 16 or shares else 8, 3)
 
 
 @triton.jit
@@ -56,6 +65,13 @@ def find_rows(starts_ptr, first_seq, num_seqs, tile, ROWS: tl.constexpr, BLOCK_M
 def num_row_tiles(num_tokens: int, num_seqs: int, rows: int, block_m: int) -> int:
     """Returns the tiles that `find_rows` looks for, at most."""
     return num_tokens * rows // block_m + num_seqs
+
+
+@triton.jit
+def split_keys(num_keys, splits, min_split, KEYS: tl.constexpr):
+    """The keys of a split, whole tiles of KEYS, and how many splits have some. Of no keys one has all."""
+    length = tl.cdiv(tl.maximum(tl.cdiv(num_keys, splits), min_split), KEYS) * KEYS
+    return length, tl.maximum(tl.cdiv(num_keys, length), 1)
 
 
 @triton.jit(
@@ -86,6 +102,7 @@ def latent_kernel(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
+    LEAVES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     C_PAD: tl.constexpr,
@@ -94,7 +111,8 @@ def latent_kernel(
 ):
     """The grid is (tiles, splits). QUERIES > 0: each sequence has as many, and its tiles are as many as they
     take. 0: prefills, from `first_seq` on; tiles with most keys come first. A row of a query before position
-    0, and of an empty place, gets zeros."""
+    0, and of an empty place, gets zeros. LEAVES: partial results are left as they are, [splits, rows, C_PAD]
+    and [splits, rows] for the rows of all decodes."""
     start_next(PDL)
     N: tl.constexpr = C + ROTARY
     task = tl.program_id(0)
@@ -116,8 +134,7 @@ def latent_kernel(
     first_pos = kv_len - query_len
     last_query = tl.minimum((first_row + BLOCK_M - 1) // H, query_len - 1)
     stop = tl.maximum(tl.minimum(first_pos + last_query + 1, kv_len), 0)
-    split_len = tl.cdiv(tl.maximum(tl.cdiv(stop, splits), min_split), BLOCK_N) * BLOCK_N
-    active = tl.maximum(tl.cdiv(stop, split_len), 1)
+    split_len, active = split_keys(kv_len if LEAVES else stop, splits, min_split, BLOCK_N)
     if split >= active:
         return
     begin = split * split_len
@@ -127,17 +144,17 @@ def latent_kernel(
     dims = tl.arange(0, C_PAD)
     rotary = tl.arange(0, ROTARY_PAD)
     columns = tl.arange(0, BLOCK_N)
-    is_row = (first_row + rows < query_len * H)[:, None]
-    positions = (first_pos + (first_row + rows) // H)[:, None]
-    at = (query_start.to(tl.int64) * H + first_row + rows)[:, None]
+    is_row = (first_row + rows < query_len * H)[None, :]
+    positions = (first_pos + (first_row + rows) // H)[None, :]
+    at = (query_start.to(tl.int64) * H + first_row + rows)[None, :]
     table_ptr += row * stride_table
     blocks = tl.load(
         table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg"
     )
     wait_for_previous(PDL)
-    q_c = tl.load(q_ptr + at * N + dims[None, :], mask=is_row & (dims < C)[None, :], other=0.0)
-    q_r = tl.load(q_ptr + at * N + C + rotary[None, :], mask=is_row & (rotary < ROTARY)[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_M, C_PAD), tl.float32)
+    q_c = tl.load(q_ptr + at * N + dims[:, None], mask=is_row & (dims < C)[:, None], other=0.0)
+    q_r = tl.load(q_ptr + at * N + C + rotary[:, None], mask=is_row & (rotary < ROTARY)[:, None], other=0.0)
+    acc = tl.zeros((C_PAD, BLOCK_M), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
     for first in range(begin, end, BLOCK_N):
@@ -149,24 +166,31 @@ def latent_kernel(
         blocks = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
         c = tl.load(key_ptr + dims[None, :], mask=there & (dims < C)[None, :], other=0.0)
         r = tl.load(key_ptr + C + rotary[None, :], mask=there & (rotary < ROTARY)[None, :], other=0.0)
-        scores = tl.dot(q_c, tl.trans(c), input_precision="ieee")
-        scores = tl.dot(q_r, tl.trans(r), scores, input_precision="ieee")
-        visible = (keys[None, :] <= positions) & (keys < end)[None, :]
+        scores = tl.dot(c, q_c, input_precision="ieee")
+        scores = tl.dot(r, q_r, scores, input_precision="ieee")
+        visible = (keys[:, None] <= positions) & there
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
+        new_highest = tl.maximum(highest, tl.max(scores, 0))
+        weights = tl.exp2(scores - new_highest[None, :])
         shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 0)
+        acc = tl.dot(tl.trans(c), weights.to(c.dtype), acc * shrink[None, :], input_precision="ieee")
         highest = new_highest
     total = tl.where(total > 0, total, 1.0)  # a row that sees no key gives 0, with a tiny weight
-    result = acc / total[:, None]
-    out_ptrs = out_ptr + at * C + dims[None, :]
-    out_mask = is_row & (dims < C)[None, :]
+    result = acc / total[None, :]
+    out_mask = is_row & (dims < C)[:, None]
+    if LEAVES:
+        before = split.to(tl.int64) * (num_seqs * QUERIES * H)
+        tl.store(partial_ptr + (before + at) * C_PAD + dims[:, None], result, mask=out_mask)
+        own = first_row + rows
+        lse = highest + tl.log2(total)
+        tl.store(lse_ptr + before + query_start * H + own, lse, mask=own < query_len * H)
+        return
+    out_ptrs = out_ptr + at * C + dims[:, None]
     if active == 1:
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=out_mask)
         return
-    slots = rows[:, None] * C_PAD + dims[None, :]
+    slots = rows[None, :] * C_PAD + dims[:, None]
     partial_ptr += task.to(tl.int64) * splits * (BLOCK_M * C_PAD) + slots
     lse_ptr += task * splits * BLOCK_M + rows
     tl.store(partial_ptr + split * (BLOCK_M * C_PAD), result)
@@ -178,7 +202,7 @@ def latent_kernel(
     if arrived == active - 1:
         tl.store(arrived_ptr + task, 0)
         tl.debug_barrier()
-        acc = tl.zeros((BLOCK_M, C_PAD), tl.float32)
+        acc = tl.zeros((C_PAD, BLOCK_M), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
         for part in range(active):
@@ -187,10 +211,10 @@ def latent_kernel(
             new_highest = tl.maximum(highest, lse)
             shrink = tl.exp2(highest - new_highest)
             weight = tl.exp2(lse - new_highest)
-            acc = acc * shrink[:, None] + partial * weight[:, None]
+            acc = acc * shrink[None, :] + partial * weight[None, :]
             total = total * shrink + weight
             highest = new_highest
-        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_ptrs, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +225,7 @@ class LatentWorkspace:
     partial: torch.Tensor  # fp32: normalised partial results
     lse: torch.Tensor  # fp32: the log2-sum-exp of each partial result
     arrived: torch.Tensor  # int32: how many programs of each tile are done; 0 between launches
+    size: int  # numbers of a sum
 
     @classmethod
     def allocate(
@@ -217,13 +242,25 @@ class LatentWorkspace:
             size_pad = max(16, next_power_of_2(size))
             partial = torch.empty(num_rows * size_pad, dtype=torch.float32, device=device)
             lse = torch.empty(num_rows, dtype=torch.float32, device=device)
-        return cls(partial, lse, torch.zeros(num_tiles, dtype=torch.int32, device=device))
+        return cls(partial, lse, torch.zeros(num_tiles, dtype=torch.int32, device=device), size)
+
+
+class LatentParts(NamedTuple):
+    """Sums of latents of a step's decodes as programs have left them, and how the keys were split."""
+
+    partial: torch.Tensor
+    lse: torch.Tensor
+    kv_lens_S: torch.Tensor
+    splits: int
+    min_split: int
+    keys: int  # A split is whole tiles of as many.
+    queries: int
 
 
 def latent_attention(
     q_THN: torch.Tensor,
     cache: LayerCache,
-    out_THC: torch.Tensor,
+    out_THC: torch.Tensor | None,
     query_starts_S: torch.Tensor,
     kv_lens_S: torch.Tensor,
     rows_S: torch.Tensor,
@@ -237,13 +274,14 @@ def latent_attention(
     queries: int = 0,
     first_seq: int = 0,
     num_tokens: int = 0,
-) -> None:
-    """Writes out_THC, the weighted sums of latents. With `queries`, those of the first `num_seqs` sequences,
-    which have as many tokens each, one sequence after the other. Without, those of the `num_seqs` sequences
-    from `first_seq` on, which have at most `num_tokens` tokens together."""
+) -> LatentParts | None:
+    """Writes out_THC, the weighted sums of latents; without it, leaves their parts. With `queries`, these are
+    of the first `num_seqs` sequences, which have as many tokens each, one sequence after the other. Without,
+    of the `num_seqs` sequences from `first_seq` on, which have at most `num_tokens` tokens together."""
     num_heads, width = q_THN.shape[1:]
-    size, block_size = out_THC.shape[2], cache.blocks.shape[3]
-    assert q_THN.is_contiguous() and out_THC.is_contiguous() and block_tables_RM.stride(1) == 1
+    size, block_size = workspace.size, cache.blocks.shape[3]
+    assert q_THN.is_contiguous() and (queries if out_THC is None else out_THC.is_contiguous())
+    assert block_tables_RM.stride(1) == 1
     assert cache.blocks.stride()[3:] == (width, 1)
     tiles = latent_tiles(queries * num_heads if queries else None, size, q_THN.dtype)
     if queries:
@@ -251,13 +289,13 @@ def latent_attention(
     else:
         num_tiles = num_row_tiles(num_tokens, num_seqs, num_heads, tiles.block_m)
     size_pad = max(16, next_power_of_2(size))
-    if splits > 1:
+    if splits > 1 or out_THC is None:
         assert num_tiles <= workspace.arrived.numel()
         assert num_tiles * splits * tiles.block_m * size_pad <= workspace.partial.numel()
     latent_kernel[(num_tiles, splits)](
         q_THN,
         cache.blocks,
-        out_THC,
+        q_THN if out_THC is None else out_THC,
         query_starts_S,
         kv_lens_S,
         rows_S,
@@ -278,6 +316,7 @@ def latent_attention(
         ROTARY=width - size,
         BLOCK_SIZE=block_size,
         QUERIES=queries,
+        LEAVES=out_THC is None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         C_PAD=size_pad,
@@ -287,3 +326,6 @@ def latent_attention(
         # All programs of a step without prefills may leave early. Then none of them would wait.
         **(pdl_options() if queries else {"PDL": False, "launch_pdl": False}),
     )
+    if out_THC is not None:
+        return None
+    return LatentParts(workspace.partial, workspace.lse, kv_lens_S, splits, min_split, tiles.block_n, queries)

@@ -9,7 +9,7 @@ from triton_compile import check_kernels
 
 from shoal.kernels.latent.attention import LatentWorkspace, latent_attention
 from shoal.kernels.latent.expanded import expanded_attention
-from shoal.kernels.latent.project import absorb_queries, project_values
+from shoal.kernels.latent.project import FEW_TOKENS, absorb_queries, project_values
 from shoal.kernels.latent.store import norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kinds.attention import QueryScaling
@@ -51,10 +51,11 @@ def launch(kind: LatentKind, dtype: torch.dtype, tokens: int, queries: int) -> N
     q_THX = torch.zeros(tokens, heads, kind.query_dim, dtype=dtype)
     kv_b = torch.zeros(heads, kind.qk_nope_head_dim + kind.v_head_dim, size, dtype=dtype)
     out_THV = torch.zeros(tokens, heads, kind.v_head_dim, dtype=dtype)
-    q_THN = absorb_queries(q_THX, kv_b, table, positions, kind.interleaved, kind.query_scaling)
-    sums_THC = torch.zeros(tokens, heads, size, dtype=dtype)
+    few = queries > 0 and tokens <= FEW_TOKENS
+    q_THN = absorb_queries(q_THX, kv_b, table, positions, kind.interleaved, kind.query_scaling, few)
+    sums_THC = None if few else torch.zeros(tokens, heads, size, dtype=dtype)
     workspace = LatentWorkspace.allocate(1 << 20, 64 * tokens, size, torch.device("meta"))
-    latent_attention(
+    parts = latent_attention(
         q_THN,
         cache,
         sums_THC,
@@ -70,7 +71,7 @@ def launch(kind: LatentKind, dtype: torch.dtype, tokens: int, queries: int) -> N
         queries=queries,
         num_tokens=tokens,
     )
-    project_values(sums_THC, kv_b, out_THV)
+    project_values(parts if sums_THC is None else sums_THC, kv_b, out_THV)
     if queries:
         return
     expanded_attention(
@@ -91,7 +92,7 @@ def launch(kind: LatentKind, dtype: torch.dtype, tokens: int, queries: int) -> N
 
 
 for name, kind in PUBLISHED.items():
-    for tokens, queries in ((1, 1), (100, 0), (4, 2), *[(18, 9)] * (name == "deepseek-v3")):
+    for tokens, queries in ((1, 1), (100, 0), (4, 2), (64, 1), *[(18, 9)] * (name == "deepseek-v3")):
         LAUNCHES[f"{name} {tokens} tokens, {queries} queries"] = (
             lambda kind=kind, tokens=tokens, queries=queries: launch(kind, torch.bfloat16, tokens, queries)
         )
