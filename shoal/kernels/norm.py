@@ -127,13 +127,13 @@ def add_normed(
         out_TD,
         D=size,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=norm_warps(block),
         **pdl_options(),
     )
     return out_TD
 
 
-def _warps(block: int) -> int:
+def norm_warps(block: int) -> int:
     return min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
 
 
@@ -160,6 +160,6 @@ def _launch(
         ADD=add,
         ROWS=rows,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=norm_warps(block),
         **pdl_options(),
     )

@@ -9,6 +9,7 @@ K samples from whole rows.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -41,6 +42,26 @@ class Ops(Protocol):
         next_weight_D: torch.Tensor | None = None,
         next_eps: float = 0.0,
     ) -> torch.Tensor | None: ...
+
+    def fork_norms(
+        self,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        residual_TD: torch.Tensor,
+        next_weights: Sequence[torch.Tensor],
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]: ...
+
+    def join_norms(
+        self,
+        x_TD: torch.Tensor,
+        beside_TD: torch.Tensor | None,
+        branch_weights: Sequence[torch.Tensor],
+        weight_D: torch.Tensor,
+        residual_TD: torch.Tensor,
+        eps: float,
+        factor: torch.Tensor | None,
+    ) -> None: ...
 
     def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str = "silu") -> torch.Tensor: ...
 

@@ -9,7 +9,7 @@ vocabulary · R state rows · M blocks of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,6 +47,37 @@ def add_normed(
     """residual += the norm of x, in place. With `next_weight_D`, returns the next norm, of that sum."""
     residual_TD += rms_norm(x_TD, weight_D, eps)
     return None if next_weight_D is None else rms_norm(residual_TD, next_weight_D, next_eps)
+
+
+def fork_norms(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    next_weights: Sequence[torch.Tensor],
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """residual += the norm of x, in place. Returns the norms of that sum, one by each of three weights."""
+    residual_TD += rms_norm(x_TD, weight_D, eps)
+    return tuple(rms_norm(residual_TD, weight, eps) for weight in next_weights)
+
+
+def join_norms(
+    x_TD: torch.Tensor,
+    beside_TD: torch.Tensor | None,
+    branch_weights: Sequence[torch.Tensor],
+    weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    eps: float,
+    factor: torch.Tensor | None,
+) -> None:
+    """residual = (residual + the norm of y) * factor, in place. y is x, or with `beside_TD` the sum of the
+    norms of both, by their weights. factor: one number; None: 1."""
+    if beside_TD is not None:
+        own, other = branch_weights
+        x_TD = rms_norm(x_TD, own, eps) + rms_norm(beside_TD, other, eps)
+    residual_TD += rms_norm(x_TD, weight_D, eps)
+    if factor is not None:
+        residual_TD *= factor
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -2,6 +2,7 @@
 
 from shoal.kernels.activation import embed, gate_mul, soft_cap
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints, copy_rows
+from shoal.kernels.branches import fork_norms, join_norms
 from shoal.kernels.gate import gate_output
 from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated
@@ -38,10 +39,12 @@ __all__ = [
     "copy_rows",
     "delta_mixer",
     "embed",
+    "fork_norms",
     "gate_mul",
     "gate_output",
     "gated_delta",
     "gated_norm",
+    "join_norms",
     "join_parts",
     "keep_allowed",
     "keep_bits",

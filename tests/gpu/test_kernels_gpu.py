@@ -80,6 +80,27 @@ def test_norms_before_a_sum(shape: tuple[int, int], weights: torch.dtype | None,
 
 
 @DTYPES
+@pytest.mark.parametrize("weights", [None, FP32], ids=["plain", "float32"])
+@pytest.mark.parametrize("shape", [(1, 2816), (257, 640), (16384, 2816), (5, 123), (0, 64)])
+def test_norms_around_branches(
+    shape: tuple[int, int], weights: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    x, beside, residual = (randn(*shape, dtype=dtype) for _ in range(3))
+    first, *following = (randn(shape[1], dtype=weights or dtype) for _ in range(4))
+    ours, want = residual.clone(), residual.clone()
+    found = triton_ops.fork_norms(x, first, ours, following, 1e-6)
+    expected = reference.fork_norms(x, first, want, following, 1e-6)
+    torch.testing.assert_close((ours, *found), (want, *expected), **TOLERANCES[dtype])
+    for branch in (None, beside):
+        ours, want = residual.clone(), residual.clone()
+        rest = branch, following[:2], first
+        factor = torch.tensor([0.7], device=DEVICE).to(dtype)
+        triton_ops.join_norms(x, *rest, ours, 1e-6, factor)
+        reference.join_norms(x, *rest, want, 1e-6, factor)
+        torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 3072), (16384, 3072), (3, 12288), (5, 123), (65537, 48)])
 def test_gate_mul_and_embed(tokens: int, size: int, activation: str, dtype: torch.dtype) -> None:

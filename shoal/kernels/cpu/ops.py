@@ -14,7 +14,7 @@ from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_s
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
-from shoal.kernels.reference import apply_updates, copy_ints, copy_rows, embed
+from shoal.kernels.reference import apply_updates, copy_ints, copy_rows, embed, fork_norms, join_norms
 from shoal.kernels.sampling import reference as sampling_reference
 from shoal.kernels.sampling.allowed_tokens import keep_allowed
 from shoal.kernels.sampling.bad_words import ban_words
@@ -39,10 +39,12 @@ __all__ = [
     "copy_rows",
     "delta_mixer",
     "embed",
+    "fork_norms",
     "gate_mul",
     "gate_output",
     "gated_delta",
     "gated_norm",
+    "join_norms",
     "join_parts",
     "keep_allowed",
     "keep_bits",

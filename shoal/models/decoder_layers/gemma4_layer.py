@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from shoal.kinds.experts import ExpertsKind
 from shoal.layers.experts import Experts, RouterLayer
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
+from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import FloatNorm, add_normed, build_norm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerInput
@@ -62,7 +64,8 @@ class RouterNorm(FloatNorm):
 
 
 class ExpertsBeside(nn.Module):
-    """A mixture of experts whose result is normed and added to the MLP's, before the norm behind both."""
+    """A mixture of experts whose result is normed and added to the MLP's, before the norm behind both. Its
+    norms are parts of kernels that norm for the MLP too."""
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
@@ -74,15 +77,11 @@ class ExpertsBeside(nn.Module):
         self.post_feedforward_layernorm_2 = build_norm(config, size, ops)
         self.pre_feedforward_layernorm_2 = build_norm(config, size, ops)
 
-    def forward(self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of what the MLP gave, `hidden_TD`, and of what experts make of the residual, each
-        normed."""
-        logits_TE = self.router(self.router_norm(residual_TD))
-        normed_TD = self.pre_feedforward_layernorm_2(residual_TD)
-        mixed_TD = self.experts.mix(normed_TD, logits_TE, None, self.router.rule_tensors)
-        sum_TD = self.post_feedforward_layernorm_1(hidden_TD)
-        add_normed(self.tp.all_reduce(mixed_TD), self.post_feedforward_layernorm_2, sum_TD)
-        return sum_TD
+    def forward(self, routed_TD: torch.Tensor, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Returns what experts make of `normed_TD`. `routed_TD` is the router's norm of the residual,
+        `normed_TD` the experts'."""
+        logits_TE = self.router(routed_TD)
+        return self.tp.all_reduce(self.experts.mix(normed_TD, logits_TE, None, self.router.rule_tensors))
 
 
 class Gemma4Layer(SandwichLayer):
@@ -100,6 +99,7 @@ class Gemma4Layer(SandwichLayer):
             self.self_attn.qkv_proj = KeyIsValue(
                 config.hidden_size, merged.full_parts, tp, ops, split="columns", replicas=merged.replicas
             )
+        self.ops = ops
         self.beside = None if kind.experts is None else ExpertsBeside(config, kind.experts, tp, ops)
         self.per_layer = PerLayerInput(config, tp, ops) if config.per_layer_size else None
         self.layer_scalar = Scalar()
@@ -117,14 +117,38 @@ class Gemma4Layer(SandwichLayer):
         """Takes and returns what DecoderLayer.forward does. `embeddings_TP`: the layer's own of each
         token."""
         _, residual = super().forward(x_TD, residual_TD, step, cache, cos_sin, select_S)
-        if len(residual) == 0:
-            return None, residual
-        if self.per_layer is not None and embeddings_TP is not None:
+        if self.per_layer is not None and embeddings_TP is not None and len(residual):
             own_TP = embeddings_TP if select_S is None else embeddings_TP[select_S]
             added_TD = self.per_layer(residual, own_TP)
-            add_normed(added_TD, self.per_layer.post_per_layer_input_norm, residual)
-        return None, residual.mul_(self.layer_scalar.value)
+            self._join(added_TD, None, self.per_layer.post_per_layer_input_norm, residual, is_last=True)
+        return None, residual
 
-    def feed_forward(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        hidden_TD = super().feed_forward(normed_TD, residual_TD)
-        return hidden_TD if self.beside is None else self.beside(hidden_TD, residual_TD)
+    def feed_forward(self, attended_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        beside, before, behind = self.beside, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        if beside is None:
+            normed = add_normed(attended_TD, self.post_attention_layernorm, residual_TD, before)
+            hidden, mixed = self.run_mlp(cast(torch.Tensor, normed)), None
+        else:
+            following = before.weight, beside.router_norm.weight, beside.pre_feedforward_layernorm_2.weight
+            normed, *inner = self.ops.fork_norms(
+                attended_TD, self.post_attention_layernorm.weight, residual_TD, following, before.eps
+            )
+            hidden, mixed = self.run_mlp(normed), beside(*inner)
+        self._join(hidden, mixed, behind, residual_TD, is_last=self.per_layer is None)
+
+    def _join(
+        self,
+        x_TD: torch.Tensor,
+        beside_TD: torch.Tensor | None,
+        norm: RMSNorm,
+        residual_TD: torch.Tensor,
+        is_last: bool,
+    ) -> None:
+        """residual += norm(y), where y is x or the sum of the norms of both; times the factor if it
+        `is_last`."""
+        beside, factor = self.beside, self.layer_scalar.value if is_last else None
+        branches: tuple[torch.Tensor, ...] = ()
+        if beside is not None and beside_TD is not None:
+            own, other = beside.post_feedforward_layernorm_1, beside.post_feedforward_layernorm_2
+            branches = own.weight, other.weight
+        self.ops.join_norms(x_TD, beside_TD, branches, norm.weight, residual_TD, norm.eps, factor)

@@ -50,14 +50,17 @@ class SandwichLayer(nn.Module):
         out, residual = attention.attend(qkv, residual, step, cache, cos_sin, select_S)
         if out is None:
             return None, residual
-        normed = add_normed(
-            attention.o_proj(out), self.post_attention_layernorm, residual, self.pre_feedforward_layernorm
-        )
-        hidden = self.feed_forward(cast(torch.Tensor, normed), residual)
-        add_normed(hidden, self.post_feedforward_layernorm, residual)
+        self.feed_forward(attention.o_proj(out), residual)
         return None, residual
 
-    def feed_forward(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """Returns what is to be normed and added. `normed_TD` is the norm of the residual."""
+    def feed_forward(self, attended_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        """Adds what attention gave, and then the MLP's result, each normed."""
+        normed = add_normed(
+            attended_TD, self.post_attention_layernorm, residual_TD, self.pre_feedforward_layernorm
+        )
+        hidden = self.run_mlp(cast(torch.Tensor, normed))
+        add_normed(hidden, self.post_feedforward_layernorm, residual_TD)
+
+    def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
         mlp = self.mlp
         return mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))

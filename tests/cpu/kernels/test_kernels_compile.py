@@ -49,6 +49,12 @@ for size, dtype in ((640, torch.float32), (1152, BF16), (5376, BF16), (6656, BF1
     LAUNCHES[f"add_normed {size} {dtype}"] = lambda x=x, w=exact: triton_ops.add_normed(
         x, w, 1e-6, x.clone(), w, 1e-6
     )
+    LAUNCHES[f"fork_norms {size} {dtype}"] = lambda x=x, w=exact: triton_ops.fork_norms(
+        x, w, x.clone(), (w, w, w), 1e-6
+    )
+    LAUNCHES[f"join_norms {size} {dtype}"] = lambda x=x, w=exact: triton_ops.join_norms(
+        x, x, (w, w), w, x.clone(), 1e-6, w[:1]
+    )
 
 
 def _rope(

@@ -86,6 +86,28 @@ def test_norms_before_a_sum_equal_the_reference(
 
 
 @DTYPES
+@pytest.mark.parametrize("weights", [None, torch.float32], ids=["rounded weights", "float32 weights"])
+@pytest.mark.parametrize("shape", [(5, 123), (1, 2816), (3, 16), (0, 8)])
+def test_norms_around_branches_equal_the_reference(shape, weights, dtype):
+    x, beside, residual = (torch.randn(shape).to(dtype) for _ in range(3))
+    first, *following = (torch.randn(shape[1]).to(weights or dtype) for _ in range(4))
+    ours, want = residual.clone(), residual.clone()
+    found = triton_ops.fork_norms(x, first, ours, following, 1e-6)
+    expected = reference.fork_norms(x, first, want, following, 1e-6)
+    torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCES[dtype])
+    factor = torch.tensor([0.7]).to(dtype)
+    for branch, branch_weights in ((None, ()), (beside, following[:2])):
+        for times in (None, factor):
+            ours, want = residual.clone(), residual.clone()
+            rest = branch_weights, first
+            triton_ops.join_norms(x, branch, *rest, ours, 1e-6, times)
+            reference.join_norms(x, branch, *rest, want, 1e-6, times)
+            torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(5, 2 * 123), (1, 2), (3, 2 * 48), (2, 2 * 1536), (0, 8)])
 def test_gate_mul_equals_the_reference(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
