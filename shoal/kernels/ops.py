@@ -71,6 +71,10 @@ class Ops(Protocol):
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor: ...
 
+    def float_linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
     def linear_add(
         self,
         x_TI: torch.Tensor,

@@ -190,7 +190,9 @@ class RouterLayer(Linear):
                 yield CheckpointTensor(f"{path}.{name}", shape, partial(copy_into, vector))
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return super().forward(x_TD.float() if self.router.float32 else x_TD)
+        if self.router.float32:
+            return self.ops.float_linear(x_TD, self.plain_weight(), self.bias)
+        return super().forward(x_TD)
 
     @property
     def rule_tensors(self) -> RouterTensors:

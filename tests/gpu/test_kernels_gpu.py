@@ -100,6 +100,17 @@ def test_norms_around_branches(
         torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 256, 8192])
+@pytest.mark.parametrize(("outs", "inputs"), [(64, 2048), (256, 7168), (37, 200)])
+def test_matmuls_with_a_weight_in_float32(outs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    """Sums of `inputs` terms of about 1, in an order of their own: 1e-6 of their size for each."""
+    x, weight, bias = randn(rows, inputs, dtype=dtype), randn(outs, inputs), randn(outs)
+    exact = x.double() @ weight.double().T + bias.double()
+    found = triton_ops.float_linear(x, weight, bias).double()
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6 * inputs)
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 3072), (16384, 3072), (3, 12288), (5, 123), (65537, 48)])

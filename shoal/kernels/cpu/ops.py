@@ -12,7 +12,7 @@ from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu.recurrent import causal_conv, delta_mixer, gated_delta, gated_norm, mamba2, mamba_mixer
 from shoal.kernels.latent.reference import norm_rope_store as latent_norm_rope_store
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul.reference import linear, linear_add, linear_gated
+from shoal.kernels.matmul.reference import float_linear, linear, linear_add, linear_gated
 from shoal.kernels.moe.reference import moe
 from shoal.kernels.reference import apply_updates, copy_ints, copy_rows, embed, fork_norms, join_norms
 from shoal.kernels.sampling import reference as sampling_reference
@@ -39,6 +39,7 @@ __all__ = [
     "copy_rows",
     "delta_mixer",
     "embed",
+    "float_linear",
     "fork_norms",
     "gate_mul",
     "gate_output",

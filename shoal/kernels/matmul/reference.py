@@ -15,6 +15,11 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def float_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """The matmul in float32 with a weight in float32, [T, O] in float32."""
+    return F.linear(x_TI.float(), weight_OI, bias_O)
+
+
 def linear_add(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
 ) -> torch.Tensor | None:

@@ -1,0 +1,38 @@
+"""Matmuls with a weight in float32, in Triton's interpreter, equal exact ones, and compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_compile import check_kernels
+
+from shoal.kernels.matmul.float_linear import float_linear
+
+# Routers of GLM-4.7-Flash, DeepSeek V3 and DeepSeek V2 Lite.
+LAUNCHES = {
+    f"{rows} rows, {outs} of {inputs}": lambda rows=rows, outs=outs, inputs=inputs: float_linear(
+        torch.zeros(rows, inputs, dtype=torch.bfloat16), torch.zeros(outs, inputs), None
+    )
+    for outs, inputs in ((64, 2048), (256, 7168))
+    for rows in (1, 4)
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "rows, outs, inputs", [(1, 5, 100), (3, 64, 128), (5, 37, 200), (70, 20, 130), (0, 8, 16)]
+)
+def test_it_is_as_exact_as_float32(rows, outs, inputs, bias, dtype):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outs, inputs)
+    bias_O = torch.randn(outs) if bias else None
+    exact = x.double() @ weight.double().T + (bias_O.double() if bias else 0)
+    found = float_linear(x, weight, bias_O)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, atol=5e-5, rtol=5e-6)
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_compiles(compiled, case):
+    check_kernels(compiled[case])
