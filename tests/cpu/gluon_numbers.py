@@ -296,6 +296,10 @@ class Machine:
                 bytes_of = words.contiguous().view(torch.int8).view(*words.shape, 4)
                 where = torch.tensor([[0, 1], [2, 3]]).expand(words.shape).unsqueeze(-1)
                 return Value(bytes_of.gather(-1, where).squeeze(-1))
+            if text.startswith("mul.rn."):  # of two numbers in each word
+                kind = torch.bfloat16 if "bf16x2" in text else torch.float16
+                a, b = (arg.data.contiguous().view(kind).float() for arg in args)
+                return Value((a * b).to(kind).view(torch.int32))
             raise AssertionError(f"unknown assembler: {text}")
 
         def where(condition: object, a: object, b: object) -> Value:
@@ -324,6 +328,8 @@ class Machine:
             rsqrt=lambda x: Value(x.data.rsqrt()),
             join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
             split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
+            reshape=lambda x, shape: x.reshape(shape),
+            permute=lambda x, order: x.permute(order),
             convert_layout=lambda x, *_, **__: x,
             static_range=range,
             static_assert=ignore,

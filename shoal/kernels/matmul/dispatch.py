@@ -24,7 +24,6 @@ MIN_ROWS = 2
 MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
-HOPPER_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")  # what hopper_experts.py ends with
 # hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
 # hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
@@ -445,7 +444,8 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
 
 class ExpertTiles(NamedTuple):
     """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. `hopper`:
-    hopper_experts.py multiplies, whose tiles are its own but for their rows."""
+    hopper_experts.py multiplies, or hopper_mxfp4_slots.py with `slots`, whose tiles are their own but for
+    their rows."""
 
     gate_up: RowTiles
     down: RowTiles
@@ -459,6 +459,11 @@ class ExpertFormat(NamedTuple):
     bits: int = 16
     group: int = 0  # inputs that share a scale
     is_fp8: bool = False
+    is_e2m1: bool = False
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.is_e2m1 and self.group == MXFP4_GROUP
 
 
 @functools.lru_cache(maxsize=1024)
@@ -469,8 +474,6 @@ def choose_expert_tiles(
     formats: tuple[ExpertFormat, ExpertFormat],
     dtype: torch.dtype,
     gpu: GPU,
-    activation: str = "silu",
-    biases: bool = False,
 ) -> ExpertTiles:
     """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
     deep and have little padding. Many rows are bound by arithmetic. So few slots that they rarely meet at an
@@ -485,8 +488,11 @@ def choose_expert_tiles(
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
-    hopper = not (slots or biases) and _is_for_hopper_experts(rows, sizes, formats, dtype, activation, gpu)
-    if hopper:
+    if slots:
+        hopper = _is_for_mxfp4_slots(sizes, formats, dtype, gpu)
+    else:
+        hopper = _is_for_hopper_experts(rows, sizes, formats, dtype, gpu)
+    if hopper and not slots:
         block_rows = 128
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
@@ -508,20 +514,27 @@ def _is_for_hopper_experts(
     sizes: tuple[int, int],
     formats: tuple[ExpertFormat, ExpertFormat],
     dtype: torch.dtype,
-    activation: str,
     gpu: GPU,
 ) -> bool:
-    """Says if these are many rows of plain weights, of sizes that TMA can read, 16 bytes at a time. A row is
-    copied in whole steps of 64 inputs."""
+    """Says if these are many rows of weights of 16 bits or in MXFP4, of sizes that TMA can read, 16 bytes at
+    a time. A row is copied in whole steps of 64 inputs; packed weights are tiles of 16 outputs."""
     hidden, size = sizes
     return (
         gpu.hopper
         and rows >= gpu.limits.expert_rows
-        and all(of.bits == 16 for of in formats)
+        and all(of.bits == 16 or of.is_mxfp4 for of in formats)
         and dtype in TENSOR_TYPES
-        and activation in HOPPER_EXPERT_ACTIVATIONS
-        and hidden % 64 == size % 8 == 0
+        and hidden % 64 == 0
+        and size % (16 if formats[0].is_mxfp4 else 8) == 0
     )
+
+
+def _is_for_mxfp4_slots(
+    sizes: tuple[int, int], formats: tuple[ExpertFormat, ExpertFormat], dtype: torch.dtype, gpu: GPU
+) -> bool:
+    """Says if these are weights in MXFP4 that consist of whole steps of 64 inputs."""
+    whole = sizes[0] % 64 == sizes[1] % 64 == 0
+    return gpu.hopper and all(of.is_mxfp4 for of in formats) and dtype in TENSOR_TYPES and whole
 
 
 def _split_slots(
@@ -532,7 +545,7 @@ def _split_slots(
     if of.bits == 16:
         return tiles
     at_once = SLOT_PROGRAMS * gpu.sms
-    if of.group == MXFP4_GROUP and not of.is_fp8:
+    if of.is_mxfp4:
         tiles = _packed_tiles(tiles.rows, tiles.outs, inputs, of.bits, 3, num_stages=2)
         at_once = (MXFP4_GATED_PROGRAMS if gated else MXFP4_PROGRAMS) * gpu.sms
     most = min(MAX_ROW_SPLITS, tiles.rounds(inputs) // MIN_SPLIT_ROUNDS)

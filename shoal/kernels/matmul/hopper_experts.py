@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul
-from shoal.kernels.matmul.tile_matmul import RowMap, Weight
+from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
+from shoal.kernels.matmul.tile_matmul import RowMap, weight_shape
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
 
@@ -56,6 +57,85 @@ def _tile(item, listed):
     return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), within // height
 
 
+# Packed weights: 16 tiles of 16 outputs, 32 lanes and 4 words of each (gpu_weight.py).
+WORDS_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
+SCALES_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
+PAIRS_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+GROUP: gl.constexpr = gl.constexpr(32)  # inputs that share a scale
+STEP_WORDS: gl.constexpr = gl.constexpr(128)  # of a tile and 64 inputs
+STEP_SCALES: gl.constexpr = gl.constexpr(16)
+
+
+@gluon.jit
+def _packed_ptrs(words_ptr, scales_ptr, expert, out_tile, outs, inputs, GATED: gl.constexpr):
+    """Returns where the words and the scales of a tile's 256 weight rows are at the first step. Rows beyond
+    the expert's last ones are its last 16 again."""
+    of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT))
+    of_scales: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SCALES_LAYOUT))
+    steps = gl.cdiv(inputs, BLOCK_I)
+    words_tile = _packed_tile(gl.arange(0, 16, of_words), expert, out_tile, outs, GATED)
+    scales_tile = _packed_tile(gl.arange(0, 16, of_scales), expert, out_tile, outs, GATED)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS_LAYOUT)))
+    scales_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, SCALES_LAYOUT)))
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS_LAYOUT)))
+    group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SCALES_LAYOUT)))
+    words_ptrs = words_ptr + (words_tile * (steps * STEP_WORDS))[:, None, None]
+    words_ptrs += lane[None, :, None] * 4 + word[None, None, :]
+    scales_ptrs = scales_ptr + (scales_tile * (steps * STEP_SCALES))[:, None, None]
+    scales_ptrs += scales_lane[None, :, None] // 4 + group[None, None, :] * 8
+    return words_ptrs, scales_ptrs
+
+
+@gluon.jit
+def _packed_tile(tile, expert, out_tile, outs, GATED: gl.constexpr):
+    """Returns the packed tiles, int64, of which a tile's 256 weight rows consist: 8 of gate and 8 of up, or
+    16 in a row."""
+    TILES: gl.constexpr = 8 if GATED else 16
+    last = outs // 16 - 1
+    within = out_tile * TILES + tile % TILES
+    within = gl.where(within < last, within, last)
+    return (expert * (1 + GATED) + tile // TILES).to(gl.int64) * (outs // 16) + within
+
+
+@gluon.jit
+def _widened(words, scales, dtype: gl.constexpr):
+    """Returns the weights of 256 rows and 64 inputs, pairs of inputs as int32, [256, 32]. A lane, 4 g + c,
+    has outputs g + 8 h and of each 16 inputs those numbered 8 u + 2 c + e; e counts the halves of a word."""
+    # Each pair's four bits get to the top of both halves: sign, exponent and mantissa.
+    lower = gl.join(words << 12, words << 4)  # h = 0; u is the last dimension.
+    upper = gl.join(words << 8, words)
+    top = gl.join(lower, upper)
+    if dtype == gl.bfloat16:
+        pairs = (top & -0x7FFF8000) | ((top & 0x70007000) >> 6)
+    else:
+        pairs = (top & -0x7FFF8000) | ((top & 0x70007000) >> 3)
+    scales = gl.reshape(gl.join(scales, scales), (16, 32, 4))  # two words a group
+    scales = gl.convert_layout(scales, WORDS_LAYOUT, assert_trivial=True)
+    low, high = _halves(scales)
+    scales = gl.join(gl.join(low, low), gl.join(high, high))
+    pairs = _product(pairs, scales, dtype)
+    pairs = gl.permute(gl.reshape(pairs, (16, 8, 4, 4, 2, 2)), (0, 5, 1, 3, 4, 2))  # tile, h, g, word, u, c
+    return gl.reshape(pairs, (256, 32))
+
+
+@gluon.jit
+def _halves(words):
+    """Returns the low half of each word twice, and the high half twice."""
+    low = (words & 0xFFFF) | (words << 16)
+    high = ((words >> 16) & 0xFFFF) | (words & -0x10000)
+    return low, high
+
+
+@gluon.jit
+def _product(a, b, dtype: gl.constexpr):
+    """a * b of two numbers in each int32."""
+    if dtype == gl.bfloat16:
+        both = gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, True, 1)
+    else:
+        both = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, True, 1)
+    return both
+
+
 @gluon.jit
 def _fetch(
     ring,
@@ -64,17 +144,20 @@ def _fetch(
     x_desc,
     x_ptr,
     weight_desc,
+    words_ptr,
+    scales_ptr,
     outs,
     inputs,
     K: gl.constexpr,
     GATHERS: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """The work of the producer warps."""
+    """The work of the producer warps. Weights of 16 bits come by TMA, packed ones are widened here."""
     x_smem, weight_smem, full, free = ring
     _tiles_ptr, row_tiles, out_tiles = listed
-    WEIGHT_BYTES: gl.constexpr = 2 * weight_desc.block_type.nbytes
-    BYTES: gl.constexpr = WEIGHT_BYTES if GATHERS else WEIGHT_BYTES + 2 * x_desc.block_type.nbytes
+    PACKED: gl.constexpr = words_ptr is not None
+    X_BYTES: gl.constexpr = 0 if GATHERS else 2 * x_desc.block_type.nbytes
+    BYTES: gl.constexpr = X_BYTES if PACKED else X_BYTES + 2 * weight_desc.block_type.nbytes
     WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
     to_second = outs if GATED else BLOCK_O  # weight rows between the two copies of a tile
     if GATHERS:
@@ -90,17 +173,28 @@ def _fetch(
             inside = first + row < end
             token = gl.load(slots_ptr + first + row, mask=inside, other=0) // K
             x_ptrs = x_ptr + token.to(gl.int64)[:, None] * inputs + at[None, :]
+        if PACKED:
+            words_ptrs, scales_ptrs = _packed_ptrs(
+                words_ptr, scales_ptr, expert, out_tile, outs, inputs, GATED
+            )
+            words, scales = gl.load(words_ptrs), gl.load(scales_ptrs)
         for column in range(0, inputs, BLOCK_I):
             stage = count % STAGES
+            if PACKED:  # The next step's are on their way while these are widened.
+                ahead = gl.minimum(column // BLOCK_I + 1, gl.cdiv(inputs, BLOCK_I) - 1)
+                next_words = gl.load(words_ptrs + ahead * STEP_WORDS)
+                next_scales = gl.load(scales_ptrs + ahead * STEP_SCALES)
             mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
+            if BYTES > 0:
+                mbarrier.expect(full.index(stage), BYTES)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    weight_desc,
-                    [out + half * to_second, column],
-                    full.index(stage),
-                    weight_smem.index(2 * stage + half),
-                )
+                if not PACKED:
+                    tma.async_copy_global_to_shared(
+                        weight_desc,
+                        [out + half * to_second, column],
+                        full.index(stage),
+                        weight_smem.index(2 * stage + half),
+                    )
                 if not GATHERS:
                     tma.async_copy_global_to_shared(
                         x_desc,
@@ -113,6 +207,14 @@ def _fetch(
                     rows_smem.index(stage), x_ptrs + column, mask=inside[:, None]
                 )
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            if PACKED:
+                pairs_smem = weight_smem._reinterpret(
+                    gl.int32, [STAGES, 2 * BLOCK_O, BLOCK_I // 2], PAIRS_LAYOUT
+                )
+                pairs_smem.index(stage).store(_widened(words, scales, x_smem.dtype))
+                fence_async_shared()
+                mbarrier.arrive(full.index(stage))
+                words, scales = next_words, next_scales
             count += 1
 
 
@@ -125,16 +227,30 @@ def _stored_layout(wide):
 
 
 @gluon.jit
+def _bias(bias_ptr, expert, out_tile, outs, mma: gl.constexpr, GATED: gl.constexpr, LARGER: gl.constexpr):
+    """Returns the bias of a tile's weight rows, for sums that are to be LARGER times as large."""
+    WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
+    at = gl.arange(0, 2 * BLOCK_O, gl.SliceLayout(0, mma))
+    out = out_tile * WIDE + at % WIDE
+    place = (expert * (1 + GATED) + at // WIDE) * outs + out
+    return gl.load(bias_ptr + place, mask=out < outs, other=0.0).to(gl.float32) * (1.0 / LARGER)
+
+
+@gluon.jit
 def _multiply(
     ring,
     listed,
     slots_ptr,
+    bias_ptr,
     out_ptr,
     outs,
     steps,
     GATHERS: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    LARGER: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each tile's rows."""
@@ -149,13 +265,15 @@ def _multiply(
     at = gl.arange(0, WIDE, gl.SliceLayout(0, stored))
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
-        _expert, first, end, out_tile = _tile(item, listed)
+        expert, first, end, out_tile = _tile(item, listed)
         if first + HALF * ROWS < end:
             inside = first + row < end
             target = first + row
             if not GATHERS:
                 target = gl.load(slots_ptr + target, mask=inside, other=0)
             sums = gl.zeros([ROWS, 2 * BLOCK_O], gl.float32, mma)
+            if bias_ptr is not None:
+                sums += _bias(bias_ptr, expert, out_tile, outs, mma, GATED, LARGER)[None, :]
             for step in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -171,9 +289,11 @@ def _multiply(
             sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
+            if LARGER != 1.0:
+                sums *= LARGER
             if GATED:
                 gate, up = gl.split(sums.reshape((ROWS, 2, WIDE)).permute((0, 2, 1)))
-                result = gate_mul(gate, up, ACTIVATION, dtype)
+                result = gate_mul(gate, up, ACTIVATION, dtype, ALPHA, LIMIT)
             else:
                 result = sums.to(dtype)
                 if ACTIVATION == "relu2":
@@ -198,6 +318,9 @@ def hopper_experts_kernel(
     x_desc,
     x_ptr,
     weight_desc,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
     out_ptr,
     tiles_ptr,
     slots_ptr,
@@ -208,27 +331,84 @@ def hopper_experts_kernel(
     GATHERS: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    LARGER: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
+    PACKED: gl.constexpr = words_ptr is not None
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
-    weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_O, BLOCK_I], weight_desc.layout)
+    weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_O, BLOCK_I], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        # Each of 128 threads that copy rows arrives, and one for TMA.
-        mbarrier.init(full.index(i), count=129 if GATHERS else 1)
+        # Each of 128 threads that copy rows arrives, and one each for TMA and for widened weights.
+        mbarrier.init(full.index(i), count=129 if GATHERS else 1 + PACKED)
         mbarrier.init(free.index(i), count=2)
     steps = gl.cdiv(inputs, BLOCK_I)
     ring = x_smem, weight_smem, full, free
     out_tiles = gl.cdiv(outs, BLOCK_O if GATED else 2 * BLOCK_O)
     listed = tiles_ptr, gl.load(tiles_ptr + num_tiles * 3), out_tiles
-    WARPS: gl.constexpr = 4 if GATHERS else 1
-    REGISTERS: gl.constexpr = 216 if GATHERS else 232
+    WARPS: gl.constexpr = 4 if GATHERS or PACKED else 1
+    REGISTERS: gl.constexpr = 184 if PACKED else 216 if GATHERS else 232
     gl.warp_specialize(
         [
-            (_multiply, (ring, listed, slots_ptr, out_ptr, outs, steps, GATHERS, GATED, ACTIVATION, 0)),
-            (_multiply, (ring, listed, slots_ptr, out_ptr, outs, steps, GATHERS, GATED, ACTIVATION, 1)),
-            (_fetch, (ring, listed, slots_ptr, x_desc, x_ptr, weight_desc, outs, inputs, K, GATHERS, GATED)),
+            (
+                _multiply,
+                (
+                    ring,
+                    listed,
+                    slots_ptr,
+                    bias_ptr,
+                    out_ptr,
+                    outs,
+                    steps,
+                    GATHERS,
+                    GATED,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    LARGER,
+                    0,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    ring,
+                    listed,
+                    slots_ptr,
+                    bias_ptr,
+                    out_ptr,
+                    outs,
+                    steps,
+                    GATHERS,
+                    GATED,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    LARGER,
+                    1,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    ring,
+                    listed,
+                    slots_ptr,
+                    x_desc,
+                    x_ptr,
+                    weight_desc,
+                    words_ptr,
+                    scales_ptr,
+                    outs,
+                    inputs,
+                    K,
+                    GATHERS,
+                    GATED,
+                ),
+            ),
         ],
         [4, WARPS],
         [REGISTERS, 504 - 2 * REGISTERS],
@@ -236,21 +416,36 @@ def hopper_experts_kernel(
 
 
 def hopper_experts_matmul(
-    x: torch.Tensor, weight_EOI: Weight, out: torch.Tensor, rows: RowMap, activation: Activation | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | TiledWeight,
+    bias_EO: torch.Tensor | None,
+    out: torch.Tensor,
+    rows: RowMap,
+    activation: Activation | None = None,
 ) -> None:
     """The matmul of LISTED rows in tiles of 128. With an activation it is the first one, which gathers
     tokens' rows, otherwise the second one, which scatters to slots. Bits do not depend on timing."""
-    assert isinstance(weight_EOI, torch.Tensor) and weight_EOI.is_contiguous()
-    assert x.is_contiguous() and out.is_contiguous()
-    assert rows.slots is not None and x.dtype == out.dtype == weight_EOI.dtype
+    assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == weight.dtype
+    assert rows.slots is not None
     inputs, outs, gated = x.shape[1], out.shape[1], activation is not None and activation.has_gate
-    assert weight_EOI.shape == (rows.num_experts, outs * (1 + gated), inputs)
+    assert weight_shape(weight) == (rows.num_experts * outs * (1 + gated), inputs)
     assert activation is None or inputs % BLOCK_I.value == 0
+    weight_desc = words = scales = None
+    if isinstance(weight, TiledWeight):
+        assert weight.e2m1 and weight.group == GROUP.value and weight.minima is None and outs % 16 == 0
+        words, scales = weight.words, weight.scales
+    else:
+        assert weight.is_contiguous()
+        weight_desc = descriptor(weight.flatten(0, 1), BLOCK_O.value, BLOCK_I.value)
+    assert bias_EO is None or (bias_EO.is_contiguous() and bias_EO.numel() == weight_shape(weight)[0])
     programs = rows.num_blocks * cdiv(outs, BLOCK_O.value * (2 - gated))
     hopper_experts_kernel[(min(dispatch.gpu_of(x.device).sms, programs),)](
         descriptor(x, ROWS.value, BLOCK_I.value),
         x,
-        descriptor(weight_EOI.flatten(0, 1), BLOCK_O.value, BLOCK_I.value),
+        weight_desc,
+        words,
+        scales,
+        bias_EO,
         out,
         rows.map,
         rows.slots,
@@ -261,6 +456,9 @@ def hopper_experts_matmul(
         GATHERS=activation is not None,
         GATED=gated,
         ACTIVATION=activation.kind if activation else "",
+        ALPHA=activation.alpha if activation else 1.0,
+        LIMIT=activation.limit if activation else 0.0,
+        LARGER=1.0 if words is None else 2.0 ** SMALLER[x.dtype],
         num_warps=4,
         maxnreg=168,
     )

@@ -109,14 +109,25 @@ def _times_sigmoid(x, z):
 
 
 @gluon.jit
-def gate_mul(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+def gate_mul(
+    gate,
+    up,
+    ACTIVATION: gl.constexpr,
+    dtype: gl.constexpr,
+    ALPHA: gl.constexpr = 1.0,
+    LIMIT: gl.constexpr = 0.0,
+):
     """activation(gate) * up of float32 sums, each rounded first, as a matmul of its own would be. The
-    activations are activation.py's."""
-    gate = _rounded(gate, dtype)
+    activations are activation.py's, and clamped SwiGLU with its numbers (kinds/experts.py)."""
+    gate, up = _rounded(gate, dtype), _rounded(up, dtype)
     z = gate
     if ACTIVATION == "gelu_tanh":
         z = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    return (_times_sigmoid(gate, z) * _rounded(up, dtype)).to(dtype)
+    elif ACTIVATION == "clamped_swiglu":
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1.0
+        z = gate * ALPHA
+    return (_times_sigmoid(gate, z) * up).to(dtype)
 
 
 @gluon.jit

@@ -32,7 +32,8 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.experts import Activation, Router
 
 if HAS_GLUON:
-    from shoal.kernels.matmul import hopper_experts
+    from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
+    from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
@@ -130,8 +131,6 @@ def moe(
         (_format(first), _format(second)),
         x_TD.dtype,
         gpu_of(x_TD.device),
-        activation.kind,
-        weights.b13 is not None or weights.b2 is not None,
     )
     return moe_with(tiles, x_TD, router_logits_TE, router, weights, activation, residual_TD, tensors)
 
@@ -167,17 +166,20 @@ def moe_with(
     hidden_states = x_TD.new_empty((num_slots, size))
     if counts is None:
         by_slot = RowMap(SLOTS, experts, num_slots, top_k, num_experts)
-        tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=by_slot)
         by_token = RowMap(SLOTS, experts, num_tokens, top_k, num_experts, shares=shares)
+        if tiles.hopper:
+            mxfp4_slots_matmul(x_TD, w13, weights.b13, hidden_states, by_slot, activation)
+            mxfp4_slots_matmul(hidden_states, w2, weights.b2, out_TD, by_token, add=add)
+            return out_TD
+        tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=by_slot)
         tile_matmul(tiles.down, hidden_states, w2, weights.b2, out_TD, add=add, rows=by_token)
         return out_TD
     listed = _arranged(experts, ranks, counts, tiles.gate_up.rows, top_k)
     assert tiles.gate_up.rows == tiles.down.rows
     slots_out = x_TD.new_empty((num_slots, hidden))
     if tiles.hopper:
-        assert weights.b13 is None and weights.b2 is None
-        hopper_experts.hopper_experts_matmul(x_TD, w13, hidden_states, listed, activation)
-        hopper_experts.hopper_experts_matmul(hidden_states, w2, slots_out, listed)
+        hopper_experts_matmul(x_TD, w13, weights.b13, hidden_states, listed, activation)
+        hopper_experts_matmul(hidden_states, w2, weights.b2, slots_out, listed)
     else:
         tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=listed)
         tile_matmul(tiles.down, hidden_states, w2, weights.b2, slots_out, rows=listed)
@@ -216,5 +218,5 @@ def _arranged(
 
 def _format(weight: Weight) -> ExpertFormat:
     if isinstance(weight, TiledWeight):
-        return ExpertFormat(weight.bits, weight.group)
+        return ExpertFormat(weight.bits, weight.group, is_e2m1=weight.e2m1)
     return ExpertFormat(8, weight.group, True) if isinstance(weight, Fp8Matrix) else ExpertFormat()

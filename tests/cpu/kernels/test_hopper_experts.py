@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,22 +14,27 @@ import torch
 from gluon_numbers import Descriptor, Machine, Value, load
 from triton_compile import check_kernels
 
-from shoal.kernels.matmul import dispatch
+from shoal.kernels.matmul import dispatch, gpu_weight
 from shoal.kernels.matmul.dispatch import GPU, ExpertFormat, choose_expert_tiles
+from shoal.kernels.matmul.gpu_weight import GpuWeight
 from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
-from shoal.kernels.matmul.tile_matmul import LISTED, RowMap
+from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
+from shoal.kernels.matmul.tile_matmul import LISTED, RowMap, weight_shape
 from shoal.kernels.moe import moe, reference
 from shoal.kinds.experts import Activation
+from tests.cpu.kernels.test_packed import _mxfp4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = GPU(hopper=True)
 CAPABILITIES = (90,)
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+CLAMPED = Activation("clamped_swiglu", 1.702, 1.5)
 
 
-def gate_mul(gate: Value, up: Value, activation: str, dtype: torch.dtype) -> Value:
+def gate_mul(
+    gate: Value, up: Value, activation: str, dtype: torch.dtype, alpha: float, limit: float
+) -> Value:
     both = torch.cat((gate.data, up.data), -1).to(dtype).float()
-    return Value(reference.activate(both, Activation(activation)).to(dtype))
+    return Value(reference.activate(both, Activation(activation, alpha, limit)).to(dtype))
 
 
 def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
@@ -38,6 +44,9 @@ def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
             matrix, [*matrix.shape], [*matrix.stride()], [rows, columns], None
         ),
         gate_mul=gate_mul,
+        SMALLER=SMALLER,
+        TiledWeight=TiledWeight,
+        weight_shape=weight_shape,
     )
     return load(Machine(turns), "hopper_experts", names).hopper_experts_matmul
 
@@ -52,34 +61,87 @@ def listed(counts: list[int], top_k: int) -> tuple[RowMap, torch.Tensor]:
     return moe._arranged(experts, ranks, torch.tensor(counts).int(), 128, top_k), experts
 
 
-@pytest.mark.parametrize("turns", [*itertools.permutations(range(3))])
-@pytest.mark.parametrize(
-    ("activation", "top_k", "hidden", "size", "sms"),
-    [("silu", 2, 128, 136, 3), ("gelu_tanh", 3, 320, 72, 2), ("relu2", 2, 64, 264, 132)],
-)
-def test_experts_as_numbers(
-    activation: str, top_k: int, hidden: int, size: int, sms: int, turns: tuple[int, ...]
+COUNTS = [0, 70, 300, 128, 1, 0, 64, 193]
+
+
+def check_numbers(
+    given: tuple[torch.Tensor, torch.Tensor | GpuWeight, torch.Tensor | GpuWeight],
+    plain: tuple[torch.Tensor, torch.Tensor],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    kind: Activation,
+    rows: RowMap,
+    experts: torch.Tensor,
+    matmul: Callable[..., None],
 ) -> None:
-    print("seed", torch.manual_seed(33).initial_seed())
-    counts = [0, 70, 300, 128, 1, 0, 64, 193]
-    rows, experts = listed(counts, top_k)
-    assert int(rows.map[-1]) == sum(-(-count // 128) for count in counts)
-    x = torch.randn(len(experts) // top_k, hidden).to(BF16)
-    kind = Activation(activation)
-    w13 = (torch.randn(len(counts), size * (1 + kind.has_gate), hidden) / hidden**0.5).to(BF16)
-    w2 = (torch.randn(len(counts), hidden, size) / size**0.5).to(BF16)
-    matmul = matmul_as_numbers(sms, turns)
-    hidden_states = torch.full((len(experts), size), float("nan"), dtype=BF16)
-    matmul(x, w13, hidden_states, rows, kind)
-    slots_out = torch.full((len(experts), hidden), float("nan"), dtype=BF16)
-    matmul(hidden_states, w2, slots_out, rows)
+    """Compares both matmuls with a loop over slots, which multiplies by the plain weights."""
+    x, first, second = given
+    (w13, w2), (b13, b2) = plain, biases
+    size, hidden = w2.shape[2], w2.shape[1]
+    hidden_states = torch.full((len(experts), size), float("nan"), dtype=x.dtype)
+    matmul(x, first, b13, hidden_states, rows, kind)
+    slots_out = torch.full((len(experts), hidden), float("nan"), dtype=x.dtype)
+    matmul(hidden_states, second, b2, slots_out, rows)
     for slot, expert in enumerate(experts.tolist()):
         at = int((rows.slots == slot).nonzero())
-        gate_up = (w13[expert].float() @ x[slot // top_k].float()).to(BF16).float()
+        gate_up = w13[expert].float() @ x[slot // rows.top_k].float()
+        gate_up = (gate_up if b13 is None else gate_up + b13[expert].float()).to(x.dtype).float()
         want = reference.activate(gate_up, kind)
         torch.testing.assert_close(hidden_states[at].float(), want, atol=4e-2, rtol=2e-2)
         want = w2[expert].float() @ hidden_states[at].float()
+        want = want if b2 is None else want + b2[expert].float()
         torch.testing.assert_close(slots_out[slot].float(), want, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("turns", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize(
+    ("kind", "biased", "top_k", "hidden", "size", "sms"),
+    [
+        (Activation("silu"), False, 2, 128, 136, 3),
+        (Activation("gelu_tanh"), True, 3, 320, 72, 2),
+        (Activation("relu2"), False, 2, 64, 264, 132),
+        (CLAMPED, True, 2, 64, 136, 3),
+    ],
+    ids=str,
+)
+def test_experts_as_numbers(
+    kind: Activation, biased: bool, top_k: int, hidden: int, size: int, sms: int, turns: tuple[int, ...]
+) -> None:
+    print("seed", torch.manual_seed(33).initial_seed())
+    rows, experts = listed(COUNTS, top_k)
+    assert int(rows.map[-1]) == sum(-(-count // 128) for count in COUNTS)
+    x = torch.randn(len(experts) // top_k, hidden).to(BF16)
+    w13 = (torch.randn(len(COUNTS), size * (1 + kind.has_gate), hidden) / hidden**0.5).to(BF16)
+    w2 = (torch.randn(len(COUNTS), hidden, size) / size**0.5).to(BF16)
+    biases = (
+        (torch.randn(w13.shape[:2]).to(BF16), torch.randn(w2.shape[:2]).to(BF16)) if biased else (None, None)
+    )
+    check_numbers((x, w13, w2), (w13, w2), biases, kind, rows, experts, matmul_as_numbers(sms, turns))
+
+
+@pytest.mark.parametrize("turns", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "hidden", "size", "sms"),
+    [
+        (CLAMPED, BF16, 192, 160, 3),
+        (Activation("silu"), FP16, 64, 352, 2),
+        (Activation("relu2"), BF16, 128, 288, 132),
+    ],
+    ids=str,
+)
+def test_experts_in_mxfp4_as_numbers(
+    kind: Activation, dtype: torch.dtype, hidden: int, size: int, sms: int, turns: tuple[int, ...]
+) -> None:
+    print("seed", torch.manual_seed(35).initial_seed())
+    rows, experts = listed(COUNTS, 2)
+    x = torch.randn(len(experts) // 2, hidden).to(dtype) / 8
+    packed, plain = [], []
+    for outs, inputs in ((size * (1 + kind.has_gate), hidden), (hidden, size)):
+        parts = [_mxfp4(outs, inputs) for _ in COUNTS]
+        packed.append(gpu_weight.pack(parts, None, torch.device("cpu"), dtype))
+        plain.append(torch.stack([part.dequantize() for part in parts]))
+    biases = torch.randn(plain[0].shape[:2]).to(dtype), torch.randn(plain[1].shape[:2]).to(dtype)
+    matmul = matmul_as_numbers(sms, turns)
+    check_numbers((x, *packed), (plain[0], plain[1]), biases, kind, rows, experts, matmul)
 
 
 PLAIN = (ExpertFormat(), ExpertFormat())
@@ -89,11 +151,15 @@ def _chosen(rows=512, sizes=(2048, 768), formats=PLAIN, dtype=BF16, gpu=HOPPER, 
     return choose_expert_tiles(rows * 128, 128, sizes, formats, dtype, gpu, **options)
 
 
-def test_many_rows_of_plain_experts_go_to_hopper() -> None:
+MXFP4 = ExpertFormat(4, 32, is_e2m1=True)
+
+
+def test_many_rows_of_plain_experts_and_of_mxfp4_go_to_hopper() -> None:
     assert _chosen().hopper and _chosen().gate_up.rows == 128
-    for activation in ACTIVATIONS:
-        assert _chosen(activation=activation, dtype=FP16).hopper
+    assert _chosen(dtype=FP16).hopper
     assert _chosen(sizes=(2816, 704)).hopper
+    assert _chosen(formats=(MXFP4, MXFP4)).hopper
+    assert _chosen(formats=(MXFP4, ExpertFormat()), sizes=(2880, 2880)).hopper
 
 
 @pytest.mark.parametrize(
@@ -105,9 +171,9 @@ def test_many_rows_of_plain_experts_go_to_hopper() -> None:
         dict(formats=(ExpertFormat(4, 128), ExpertFormat())),
         dict(formats=(ExpertFormat(), ExpertFormat(8, 128, True))),
         dict(dtype=torch.float32),
+        dict(formats=(ExpertFormat(4, 16, is_e2m1=True), MXFP4)),
+        dict(formats=(MXFP4, MXFP4), sizes=(2048, 776)),
         dict(gpu=GPU()),
-        dict(activation="clamped_swiglu"),
-        dict(biases=True),
     ],
     ids=str,
 )
@@ -115,30 +181,47 @@ def test_other_experts_stay_with_triton(options: dict) -> None:
     assert not _chosen(**options).hopper
 
 
-def _launch(first: bool, activation: str, hidden: int, size: int, dtype: torch.dtype) -> None:
-    kind, num, top_k = Activation(activation), 4, 2
+def _launch(
+    first: bool, kind: Activation, hidden: int, size: int, dtype: torch.dtype, packed: bool, biased: bool
+) -> None:
+    num, top_k = 4, 2
+    outs, inputs = (size * (1 + kind.has_gate), hidden) if first else (hidden, size)
     with torch.device("meta"):
         numbers = torch.empty(1, dtype=torch.int32)
         rows = RowMap(LISTED, numbers, 8, top_k, num, numbers)
         x, states = torch.empty(64, hidden, dtype=dtype), torch.empty(64 * top_k, size, dtype=dtype)
-        out = torch.empty(64 * top_k, hidden, dtype=dtype)
+        weight = torch.empty(num, outs, inputs, dtype=dtype)
+        if packed:
+            tiles, steps = -(-num * outs // 128) * 8, -(-inputs // 64)
+            words, scales = (
+                torch.empty(tiles, steps, 32, 4, dtype=torch.int32),
+                torch.empty(tiles, 2 * steps, 8, dtype=torch.int32),
+            )
+            weight = TiledWeight((num * outs, inputs), dtype, 4, True, 32, words, scales, None)
+        bias = torch.empty(num, outs, dtype=dtype) if biased else None
         if first:
-            weight = torch.empty(num, size * (1 + kind.has_gate), hidden, dtype=dtype)
-            hopper_experts_matmul(x, weight, states, rows, kind)
+            hopper_experts_matmul(x, weight, bias, states, rows, kind)
         else:
-            hopper_experts_matmul(states, torch.empty(num, hidden, size, dtype=dtype), out, rows)
+            out = torch.empty(64 * top_k, hidden, dtype=dtype)
+            hopper_experts_matmul(states, weight, bias, out, rows)
 
 
 LAUNCHES = {
-    f"{'first' if first else 'second'}, {activation}, {hidden} x {size} {dtype}": partial(
-        _launch, first, activation, hidden, size, dtype
+    f"{'first' if first else 'second'}, {kind.kind}, {hidden} x {size} {dtype}{' packed' * packed}{' biased' * biased}": partial(
+        _launch, first, kind, hidden, size, dtype, packed, biased
     )
-    for first, activation, hidden, size, dtype in (
-        (True, "silu", 2048, 768, BF16),
-        (True, "gelu_tanh", 2816, 704, BF16),
-        (True, "relu2", 1024, 776, FP16),
-        (False, "silu", 2048, 768, BF16),
-        (False, "silu", 1032, 776, FP16),
+    for first, kind, hidden, size, dtype, packed, biased in (
+        (True, Activation("silu"), 2048, 768, BF16, False, False),
+        (True, Activation("gelu_tanh"), 2816, 704, BF16, False, False),
+        (True, Activation("relu2"), 1024, 776, FP16, False, False),
+        (True, CLAMPED, 2880, 2880, BF16, False, True),
+        (True, CLAMPED, 2880, 2880, BF16, True, True),
+        (True, Activation("silu"), 2048, 768, FP16, True, False),
+        (True, Activation("relu2"), 1024, 784, BF16, True, True),
+        (False, Activation("silu"), 2048, 768, BF16, False, False),
+        (False, Activation("silu"), 1032, 776, FP16, False, True),
+        (False, CLAMPED, 2880, 2880, BF16, True, True),
+        (False, CLAMPED, 2880, 2880, FP16, True, False),
     )
 }
 
