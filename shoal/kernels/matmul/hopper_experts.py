@@ -350,7 +350,7 @@ def hopper_experts_kernel(
     out_tiles = gl.cdiv(outs, BLOCK_O if GATED else 2 * BLOCK_O)
     listed = tiles_ptr, gl.load(tiles_ptr + num_tiles * 3), out_tiles
     WARPS: gl.constexpr = 4 if GATHERS or PACKED else 1
-    REGISTERS: gl.constexpr = 184 if PACKED else 216 if GATHERS else 232
+    REGISTERS: gl.constexpr = 168 if PACKED else 216 if GATHERS else 232
     gl.warp_specialize(
         [
             (
