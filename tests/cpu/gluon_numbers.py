@@ -10,6 +10,7 @@ Triton's.
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable
@@ -106,6 +107,9 @@ class Number(int):
 
     __rmul__ = __mul__
 
+    def __floordiv__(self, other: int) -> Number:
+        return Number(int(self) // other)
+
     def __eq__(self, other: object) -> object:
         return Flag(int(self) == other)
 
@@ -131,13 +135,13 @@ class Function:
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*(Number(arg) if type(arg) is int else arg for arg in args), **kwargs)
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
             taken = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             known = inspect.signature(self.function).parameters
             kwargs = {name: arg for name, arg in kwargs.items() if name in known}
-            self.machine.programs = grid[0]
-            for self.machine.program in range(grid[0]):
+            self.machine.grid = grid
+            for self.machine.program in itertools.product(*map(range, grid)):
                 self(*taken, **kwargs)
 
         return launch
@@ -260,11 +264,12 @@ class Partitions:
 
 
 class Machine:
-    """A program's view: its number, the grid's, and barriers, which check that copies and waits meet. `turns`:
+    """A program's view: its numbers, the grid, and barriers, which check that copies and waits meet. `turns`:
     the order in which partitions run first, where there are some."""
 
     def __init__(self, turns: tuple[int, ...] = ()) -> None:
-        self.program = self.programs = 0
+        self.program: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
         self.turns = turns
         self.barriers: dict[int, Barrier] = {}
         self.partitions: Partitions | None = None
@@ -289,7 +294,11 @@ class Machine:
 
         def asm(
             text: str, constraints: str, args: list[Value], dtype: object, pure: bool, pack: int
-        ) -> Value:
+        ) -> Value | tuple[Value, ...]:
+            if text.startswith("mma.sync.aligned.m16n8k16"):
+                return warp_mma(args, torch.bfloat16 if "bf16" in text else torch.float16)
+            if text.startswith("bar.warp.sync"):
+                return Value(0)
             if dtype == torch.int8:  # four bytes of a word, which stands there four times
                 words = args[0].data
                 words = (words >> 4 if "shr" in text else words) & 0x0F0F0F0F
@@ -311,8 +320,8 @@ class Machine:
         ignore = lambda *_, **__: None  # noqa: E731
         names = dict(
             constexpr=lambda value: value,
-            program_id=lambda _: Number(self.program),
-            num_programs=lambda _: Number(self.programs),
+            program_id=lambda axis: Number(self.program[axis]),
+            num_programs=lambda axis: Number(self.grid[axis]),
             cdiv=lambda a, b: Number(-(-int(a) // int(b))),
             arange=lambda a, b, _=None: Value(torch.arange(a, b)),
             zeros=lambda shape, dtype, _=None: Value(torch.zeros(tuple(shape), dtype=dtype)),
@@ -413,6 +422,25 @@ class Machine:
             self.barriers[barrier.data.data_ptr()].arrive(threads)
 
         return types.SimpleNamespace(async_copy_global_to_shared=copy, mbarrier_arrive=arrive)
+
+
+def warp_mma(args: list[Value], dtype: torch.dtype) -> tuple[Value, ...]:
+    """`mma.m16n8k16` of warps: each argument has a register of 32 lanes in its last dimension. Lane 4 g + c has,
+    of the left operand, rows g and g + 8 and inputs 2 c and 2 c + 8, each with the next one; the same inputs of
+    column g of the right operand; and columns 2 c and 2 c + 1 of both rows of the sums."""
+
+    def numbers(register: Value) -> torch.Tensor:  # [..., g, c, e]
+        found = register.data.contiguous().view(dtype).float()
+        return found.view(*register.shape[:-1], 8, 4, 2)
+
+    a = torch.stack([numbers(x) for x in args[:4]], -1).unflatten(-1, (2, 2))  # [..., g, c, e, inputs, h]
+    a = a.movedim((-1, -2), (-5, -3)).flatten(-5, -4).flatten(-3, -1)  # [..., rows, inputs]
+    b = (
+        torch.stack([numbers(x) for x in args[4:6]], -1).movedim(-1, -3).flatten(-3, -1)
+    )  # [..., columns, inputs]
+    sums = (a @ b.transpose(-1, -2)).unflatten(-2, (2, 8)).unflatten(-1, (4, 2))  # [..., h, g, c, e]
+    found = [sums[..., h, :, :, e].flatten(-2) for h in range(2) for e in range(2)]
+    return tuple(Value(one + old.data) for one, old in zip(found, args[6:]))
 
 
 def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:

@@ -18,8 +18,9 @@ from shoal.kernels.matmul import dispatch, gpu_weight
 from shoal.kernels.matmul.dispatch import GPU, ExpertFormat, choose_expert_tiles
 from shoal.kernels.matmul.gpu_weight import GpuWeight
 from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
+from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.tile_matmul import LISTED, RowMap, weight_shape
+from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, weight_shape
 from shoal.kernels.moe import moe, reference
 from shoal.kinds.experts import Activation
 from tests.cpu.kernels.test_packed import _mxfp4
@@ -144,6 +145,46 @@ def test_experts_in_mxfp4_as_numbers(
     check_numbers((x, *packed), (plain[0], plain[1]), biases, kind, rows, experts, matmul)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tokens", "top_k", "hidden", "size"),
+    [
+        (CLAMPED, BF16, 1, 4, 320, 192),
+        (Activation("silu"), FP16, 2, 3, 64, 1216),
+        (Activation("gelu_tanh"), BF16, 1, 1, 192, 64),
+        (Activation("relu2"), BF16, 2, 2, 128, 128),
+    ],
+    ids=str,
+)
+def test_slots_in_mxfp4_as_numbers(
+    kind: Activation, dtype: torch.dtype, tokens: int, top_k: int, hidden: int, size: int
+) -> None:
+    print("seed", torch.manual_seed(37).initial_seed())
+    num = 6
+    packed, plain = [], []
+    for outs, inputs in ((size * (1 + kind.has_gate), hidden), (hidden, size)):
+        parts = [_mxfp4(outs, inputs) for _ in range(num)]
+        packed.append(gpu_weight.pack(parts, None, torch.device("cpu"), dtype))
+        plain.append(torch.stack([part.dequantize() for part in parts]))
+    b13, b2 = (torch.randn(weight.shape[:2]).to(dtype) for weight in plain)
+    x, residual = torch.randn(tokens, hidden).to(dtype) / 8, torch.randn(tokens, hidden).to(dtype)
+    experts = torch.cat([torch.randperm(num)[:top_k] for _ in range(tokens)]).int()
+    shares = torch.rand(tokens * top_k)
+    names = dict(gate_mul=gate_mul, SMALLER=SMALLER, TiledWeight=TiledWeight)
+    matmul = load(Machine(), "hopper_mxfp4_slots", names).mxfp4_slots_matmul
+    states, out = torch.full((tokens * top_k, size), float("nan"), dtype=dtype), residual.clone()
+    matmul(x, packed[0], b13, states, RowMap(SLOTS, experts, tokens * top_k, top_k, num), kind)
+    by_token = RowMap(SLOTS, experts, tokens, top_k, num, shares=shares)
+    matmul(states, packed[1], b2, out, by_token, add=True)
+    total = residual.float()
+    for slot, expert in enumerate(experts.tolist()):
+        gate_up = plain[0][expert] @ x[slot // top_k].float() + b13[expert].float()
+        want = reference.activate(gate_up.to(dtype).float(), kind)
+        torch.testing.assert_close(states[slot].float(), want, atol=4e-2, rtol=2e-2)
+        result = plain[1][expert] @ states[slot].float() + b2[expert].float()
+        total[slot // top_k] += shares[slot] * result
+    torch.testing.assert_close(out.float(), total, atol=4e-2, rtol=2e-2)
+
+
 PLAIN = (ExpertFormat(), ExpertFormat())
 
 
@@ -179,6 +220,34 @@ def test_many_rows_of_plain_experts_and_of_mxfp4_go_to_hopper() -> None:
 )
 def test_other_experts_stay_with_triton(options: dict) -> None:
     assert not _chosen(**options).hopper
+
+
+def test_few_slots_in_mxfp4_go_to_hopper_too() -> None:
+    def chosen(sizes=(2880, 2880), formats=(MXFP4, MXFP4), dtype=BF16, gpu=HOPPER):
+        tiles = choose_expert_tiles(8, 32, sizes, formats, dtype, gpu)
+        assert tiles.slots
+        return tiles.hopper
+
+    assert chosen() and chosen(dtype=FP16)
+    assert not chosen(sizes=(2880, 1440)) and not chosen(formats=PLAIN) and not chosen(gpu=GPU())
+
+
+def _launch_slots(first: bool, kind: Activation, hidden: int, size: int, dtype: torch.dtype) -> None:
+    num, top_k = 4, 4
+    outs, inputs = (size * (1 + kind.has_gate), hidden) if first else (hidden, size)
+    with torch.device("meta"):
+        tiles, steps = num * outs // 16, inputs // 64
+        words = torch.empty(tiles, steps, 32, 4, dtype=torch.int32)
+        scales = torch.empty(tiles, 2 * steps, 8, dtype=torch.int32)
+        weight = TiledWeight((num * outs, inputs), dtype, 4, True, 32, words, scales, None)
+        bias, experts = torch.empty(num, outs, dtype=dtype), torch.empty(top_k, dtype=torch.int32)
+        x, states = torch.empty(1, hidden, dtype=dtype), torch.empty(top_k, size, dtype=dtype)
+        if first:
+            rows = RowMap(SLOTS, experts, top_k, top_k, num)
+            mxfp4_slots_matmul(x, weight, bias, states, rows, kind)
+        else:
+            rows = RowMap(SLOTS, experts, 1, top_k, num, shares=torch.empty(top_k))
+            mxfp4_slots_matmul(states, weight, bias, torch.empty_like(x), rows, add=True)
 
 
 def _launch(
@@ -222,6 +291,16 @@ LAUNCHES = {
         (False, Activation("silu"), 1032, 776, FP16, False, True),
         (False, CLAMPED, 2880, 2880, BF16, True, True),
         (False, CLAMPED, 2880, 2880, FP16, True, False),
+    )
+} | {
+    f"slots, {'first' if first else 'second'}, {kind.kind} {dtype}": partial(
+        _launch_slots, first, kind, 2880, 2880, dtype
+    )
+    for first, kind, dtype in (
+        (True, CLAMPED, BF16),
+        (True, Activation("relu2"), FP16),
+        (False, CLAMPED, BF16),
+        (False, CLAMPED, FP16),
     )
 }
 
