@@ -305,7 +305,7 @@ class Machine:
                 bytes_of = words.contiguous().view(torch.int8).view(*words.shape, 4)
                 where = torch.tensor([[0, 1], [2, 3]]).expand(words.shape).unsqueeze(-1)
                 return Value(bytes_of.gather(-1, where).squeeze(-1))
-            if text.startswith("mul.rn."):  # of two numbers in each word
+            if text.startswith("mul.rn."):  # Each word has two numbers.
                 kind = torch.bfloat16 if "bf16x2" in text else torch.float16
                 a, b = (arg.data.contiguous().view(kind).float() for arg in args)
                 return Value((a * b).to(kind).view(torch.int32))

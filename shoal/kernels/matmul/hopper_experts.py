@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.tile_matmul import RowMap, weight_shape
+from shoal.kernels.matmul.tile_matmul import RowMap, Weight, weight_shape
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
 
@@ -62,7 +62,7 @@ WORDS_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1]
 SCALES_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 PAIRS_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 GROUP: gl.constexpr = gl.constexpr(32)  # inputs that share a scale
-STEP_WORDS: gl.constexpr = gl.constexpr(128)  # of a tile and 64 inputs
+STEP_WORDS: gl.constexpr = gl.constexpr(128)  # words of a tile's step, which has 64 inputs
 STEP_SCALES: gl.constexpr = gl.constexpr(16)
 
 
@@ -417,7 +417,7 @@ def hopper_experts_kernel(
 
 def hopper_experts_matmul(
     x: torch.Tensor,
-    weight: torch.Tensor | TiledWeight,
+    weight: Weight,
     bias_EO: torch.Tensor | None,
     out: torch.Tensor,
     rows: RowMap,
@@ -425,6 +425,7 @@ def hopper_experts_matmul(
 ) -> None:
     """The matmul of LISTED rows in tiles of 128. With an activation it is the first one, which gathers
     tokens' rows, otherwise the second one, which scatters to slots. Bits do not depend on timing."""
+    assert isinstance(weight, torch.Tensor | TiledWeight)
     assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == weight.dtype
     assert rows.slots is not None
     inputs, outs, gated = x.shape[1], out.shape[1], activation is not None and activation.has_gate

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from shoal.kernels.matmul.hopper_linear import gate_mul, wait_for_inputs
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.tile_matmul import RowMap
+from shoal.kernels.matmul.tile_matmul import RowMap, Weight
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import next_power_of_2
 from shoal.kinds.experts import Activation
@@ -113,9 +113,9 @@ def _load_rounds(
     for i in gl.static_range(ROUNDS):
         at = (start + i) * PARTS
         exists = step + at < steps
-        found = found + (gl.load(ptrs + at * STRIDE, mask=exists, other=0),)
+        found = found + (gl.load(ptrs + at * STRIDE, mask=exists, other=0),)  # type: ignore
         if GATED:
-            found = found + (gl.load(ptrs + to_up + at * STRIDE, mask=exists, other=0),)
+            found = found + (gl.load(ptrs + to_up + at * STRIDE, mask=exists, other=0),)  # type: ignore
     return found
 
 
@@ -221,7 +221,7 @@ def hopper_mxfp4_slots_kernel(
             inside = in_column & (step + at < steps)
             pairs = ()
             for j in gl.static_range(8):
-                pairs = pairs + (gl.load(x_ptrs + (at * 32 + j * 4), mask=inside, other=0),)
+                pairs = pairs + (gl.load(x_ptrs + (at * 32 + j * 4), mask=inside, other=0),)  # type: ignore
             sums = _add_step(words[i * (1 + GATED)], scales[i * (1 + GATED)], pairs, sums, layout, dtype)
             if GATED:
                 up_sums = _add_step(words[2 * i + 1], scales[2 * i + 1], pairs, up_sums, layout, dtype)
@@ -267,7 +267,7 @@ def hopper_mxfp4_slots_kernel(
 
 def mxfp4_slots_matmul(
     x: torch.Tensor,
-    weight: TiledWeight,
+    weight: Weight,
     bias_EO: torch.Tensor | None,
     out: torch.Tensor,
     rows: RowMap,
@@ -279,6 +279,7 @@ def mxfp4_slots_matmul(
     token's slots by weight, and to `out` with `add`. Bits do not depend on timing."""
     inputs, outs = x.shape[1], out.shape[1]
     gated = activation is not None and activation.has_gate
+    assert isinstance(weight, TiledWeight)
     assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == weight.dtype
     assert weight.e2m1 and weight.group == 32 and weight.minima is None
     assert weight.shape == (rows.num_experts * outs * (1 + gated), inputs)
