@@ -286,10 +286,10 @@ def mxfp4_slots_matmul(
     assert outs % 16 == inputs % STEP.value == 0 and (activation is None) == (rows.shares is not None)
     if activation is None:
         slots = next_power_of_2(rows.top_k)
-        parts, rounds = max(1, 16 // slots), 4
+        parts, rounds = max(1, 8 // slots), 4
         warps = slots * parts
     else:
-        warps, parts, rounds = 4, 4, 3
+        warps, parts, rounds = 4, 4, 2
     warps, parts, rounds = tuned or (warps, parts, rounds)
     hopper_mxfp4_slots_kernel[(outs // 16, rows.num_blocks)](
         x.view(torch.int32),

@@ -9,7 +9,8 @@ hopper_experts.py for many rows):
 4. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is added to the output,
    which holds the residual.
 
-Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums.
+Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums
+(in MXFP4 on Hopper by hopper_mxfp4_slots.py).
 
 T tokens · E experts · k experts of a token · D hidden · F intermediate. The oracle is reference.py.
 """
