@@ -69,7 +69,7 @@ class TritonLatentBackend:
     def tile_rows(self, queries: int) -> int:
         """Rows of a tile of decodes with as many queries; 0: of prefills."""
         num_rows = queries * self.kind.num_heads if queries else None
-        return latent_tiles(num_rows, self.kind.kv_lora_rank, self.dtype).block_m
+        return latent_tiles(num_rows, self.dtype).block_m
 
     def splits(self, step: StepInput, num_tiles: int) -> int:
         """Into how many programs the keys of a tile are split: one wave of programs if tiles alone do not

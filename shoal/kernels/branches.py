@@ -26,6 +26,13 @@ def _normed(x, weight, eps, D: tl.constexpr):
 
 
 @triton.jit
+def _plus_normed(before, x, weight, eps, D: tl.constexpr):
+    """before + the norm of x, rounded twice, in the dtype of `before`."""
+    normed = _normed(x, weight, eps, D).to(before.dtype)
+    return (before.to(tl.float32) + normed.to(tl.float32)).to(before.dtype)
+
+
+@triton.jit
 def _fork_norms_kernel(
     x_ptr,
     weight_ptr,
@@ -50,8 +57,8 @@ def _fork_norms_kernel(
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    before = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    total = (before + _normed(x, weight, eps, D).to(DTYPE).to(tl.float32)).to(DTYPE)
+    before = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    total = _plus_normed(before, x, weight, eps, D)
     tl.store(residual_ptr + at, total, mask=mask)
     x = total.to(tl.float32)
     tl.store(first_ptr + at, _normed(x, first_weight, eps, D).to(DTYPE), mask=mask)
@@ -82,13 +89,13 @@ def _join_norms_kernel(
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    before = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(residual_ptr + at, mask=mask, other=0.0)
     if beside_ptr is not None:
         beside = tl.load(beside_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = _normed(x, x_weight, eps, D).to(DTYPE).to(tl.float32)
         x += _normed(beside, beside_weight, eps, D).to(DTYPE).to(tl.float32)
         x = x.to(DTYPE).to(tl.float32)
-    total = (before + _normed(x, weight, eps, D).to(DTYPE).to(tl.float32)).to(DTYPE)
+    total = _plus_normed(before, x, weight, eps, D)
     if factor_ptr is not None:
         total = (total.to(tl.float32) * tl.load(factor_ptr).to(tl.float32)).to(DTYPE)
     tl.store(residual_ptr + at, total, mask=mask)

@@ -30,14 +30,12 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 MAX_TILE_ROWS = 32
 
 
-def latent_tiles(num_rows: int | None, size: int, dtype: torch.dtype) -> AttentionTiles:
+def latent_tiles(num_rows: int | None, dtype: torch.dtype) -> AttentionTiles:
     """`num_rows`: a decode's queries times heads. None: prefills, which have one form of tiles, so that a
-    start compiles it. An accumulator has a row of `size` numbers for each of a tile's rows, which bounds
-    them."""
+    start compiles it. An accumulator has a whole latent for each of a tile's rows, which bounds them."""
     if dtype == torch.float32:
         return AttentionTiles(16, 16, 8, 1)
-    most = MAX_TILE_ROWS
-    rows = most if num_rows is None else max(16, min(next_power_of_2(num_rows), most))
+    rows = max(16, min(next_power_of_2(num_rows or MAX_TILE_ROWS), MAX_TILE_ROWS))
     # Two programs of a decode share an SM of Hopper, and one loads while the other multiplies. Prefills need
     # more registers.
     shares = num_rows is not None and has_large_shared_memory()
@@ -283,7 +281,7 @@ def latent_attention(
     assert q_THN.is_contiguous() and (queries if out_THC is None else out_THC.is_contiguous())
     assert block_tables_RM.stride(1) == 1
     assert cache.blocks.stride()[3:] == (width, 1)
-    tiles = latent_tiles(queries * num_heads if queries else None, size, q_THN.dtype)
+    tiles = latent_tiles(queries * num_heads if queries else None, q_THN.dtype)
     if queries:
         num_tiles = num_seqs * cdiv(queries * num_heads, tiles.block_m)
     else:
