@@ -14,8 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import speculation
 from matplotlib.figure import Figure
+from workloads import SHAPES
+
+from shoal.bench.floor import Ceilings, Floor
+from shoal.models.config_json import config_from_json
 
 ROOT = Path(__file__).parents[1]
 COLOURS = {"qwen3-0.6b": "#1f77b4", "qwen3-8b": "#d62728"}
@@ -85,8 +91,11 @@ def conversation(rows: list[dict[str, Any]]) -> str:
         "found",
         "first token, ms",
         "times the turn alone",
+        "of the floor",
         "without a cache, ms",
     ]
+    model = config_from_json(SHAPES[rows[0]["model"]], rows[0]["model"])
+    floor = Floor(model, Ceilings(BANDWIDTH, ARITHMETIC))
     lines = [f"| {' | '.join(titles)} |", "|---:" * len(titles) + "|"]
     for row in rows:
         cells = [
@@ -95,6 +104,7 @@ def conversation(rows: list[dict[str, Any]]) -> str:
             f"{row['cached']:,}",
             f"{row['seconds'] * 1e3:.0f}",
             f"{row['seconds'] / row['alone']:.2f}×",
+            f"{floor.prefill(row['prompt'] - row['cached'], row['cached']).seconds / row['seconds']:.0%}",
             f"{row['no_cache'] * 1e3:,.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -273,8 +283,8 @@ distance to it is what is left to gain.
 
 One {shapes["gpu"]}, {shapes["date"]}, commit {shapes["commit"][:10]}:
 {shapes["command"]}.
-The floor of a model with recurrent layers counts its states, which each step reads and writes. Routers spread
-tokens over all experts.
+The floor of a model with recurrent layers counts its states, which each step reads and writes. In fp8 the
+ceiling of matmuls counts twice. Routers spread tokens over all experts.
 
 {tables(shapes["rows"])}
 
@@ -283,7 +293,9 @@ tokens over all experts.
 {turns["rows"][0]["model"]} on one {turns["gpu"]}, {turns["date"]}, commit {turns["commit"][:10]}:
 {turns["command"]}.
 Each turn has 8,000 new tokens. Keys, values and recurrent states of earlier ones are found and not computed
-again; a turn takes longer than the first one by the attention of its tokens to all tokens before.
+again; a turn takes longer than the first one by the attention of its tokens to all tokens before. The floor
+is the arithmetic of the turn's own tokens with that attention: of the tenth turn it is 1.66 times the first
+one's.
 
 {conversation(turns["rows"])}
 
