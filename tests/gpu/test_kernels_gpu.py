@@ -85,19 +85,21 @@ def test_norms_before_a_sum(shape: tuple[int, int], weights: torch.dtype | None,
 def test_norms_around_branches(
     shape: tuple[int, int], weights: torch.dtype | None, dtype: torch.dtype
 ) -> None:
+    """In bf16 the terms of a sum reach 16, where numbers are 1/8 apart."""
+    close = dict(rtol=0.02, atol=0.125) if dtype == BF16 else TOLERANCES[dtype]
     x, beside, residual = (randn(*shape, dtype=dtype) for _ in range(3))
     first, *following = (randn(shape[1], dtype=weights or dtype) for _ in range(4))
     ours, want = residual.clone(), residual.clone()
     found = triton_ops.fork_norms(x, first, ours, following, 1e-6)
     expected = reference.fork_norms(x, first, want, following, 1e-6)
-    torch.testing.assert_close((ours, *found), (want, *expected), **TOLERANCES[dtype])
+    torch.testing.assert_close((ours, *found), (want, *expected), **close)
     for branch in (None, beside):
         ours, want = residual.clone(), residual.clone()
         rest = branch, following[:2], first
         factor = torch.tensor([0.7], device=DEVICE).to(dtype)
         triton_ops.join_norms(x, *rest, ours, 1e-6, factor)
         reference.join_norms(x, *rest, want, 1e-6, factor)
-        torch.testing.assert_close(ours, want, **TOLERANCES[dtype])
+        torch.testing.assert_close(ours, want, **close)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
