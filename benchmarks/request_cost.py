@@ -102,7 +102,9 @@ class Site:
 
     def __init__(self, model: str) -> None:
         clock = LoopClock()
-        info = ModelInfo(model, 1, 32768, 49_152, 576, (2,), {}, 100_000, 16, 256, "cpu", "float32")
+        info = ModelInfo(
+            model, 1, 32768, 49_152, 576, (2,), {}, 100_000, 1_600_000, 16, 256, "cpu", "float32"
+        )
         card = ModelCard(info=info, names=["bench"], model=model, eos_token_ids=(2,))
         router = KvRouter(KvIndexer(16), clock=clock.now, seed=0)
         dispatcher: Dispatcher[RemoteEngine] = Dispatcher(router, max_queued=100, clock=clock)

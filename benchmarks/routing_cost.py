@@ -230,7 +230,7 @@ async def serve_own_workers(url: str, model: str, first: int, count: int) -> Non
     registry = open_registry(url)
     card = ModelCard(
         info=ModelInfo(
-            model, os.getpid(), 32768, VOCAB_SIZE, 576, (), {}, 100_000, 16, 256, "cpu", "float32"
+            model, os.getpid(), 32768, VOCAB_SIZE, 576, (), {}, 100_000, 1_600_000, 16, 256, "cpu", "float32"
         ),
         names=[MODEL],
         model=model,

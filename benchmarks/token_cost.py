@@ -40,7 +40,7 @@ from shoal.telemetry.timeline import Timeline
 from shoal.wire import ModelInfo, Outputs, decode_from_core, encode
 
 STEP_S = 0.01
-INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4096, "cpu", "float32")
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16_384, 16, 4096, "cpu", "float32")
 CARD = ModelCard(info=INFO, names=["fake"], model="fake", eos_token_ids=(2,))
 
 
