@@ -104,10 +104,7 @@ class LatentAttention(nn.Module):
             q_TX = self.q_b_proj(q_a)
         q_THX = q_TX.unflatten(1, (kind.num_heads, kind.query_dim))
         out_THV = self.backend.attend(q_THX, latent_TN, self.kv_b_proj.weight, cos_sin, cache, step)
-        out, residual = out_THV.flatten(1), residual_TD
-        if select_S is not None:
-            out, residual = out[select_S], residual[select_S]
-        return self.o_proj.add_to(out, residual), residual
+        return self.o_proj.add_selected(out_THV.flatten(1), residual_TD, select_S)
 
 
 class HeadMatrices(LoadingLayer):

@@ -105,6 +105,17 @@ class Linear(MatrixLayer):
             return self.format.matmul(x_TI, bias)
         return self.format.add(x_TI, bias, residual_TO)
 
+    def add_selected(
+        self, x_TI: torch.Tensor, residual_TO: torch.Tensor, select_S: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `add_to`, of the rows `select_S`; None: of all. Returns its result and the residual of these."""
+        if select_S is not None:
+            residual_TO = residual_TO[select_S]
+            if len(select_S) == 0:
+                return None, residual_TO
+            x_TI = x_TI[select_S]
+        return self.add_to(x_TI, residual_TO), residual_TO
+
     def gated(self, x_TI: torch.Tensor, activation: str, reader: Linear | None = None) -> torch.Tensor:
         """activation(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It
         comes as `reader` wants it, the layer that takes it next."""

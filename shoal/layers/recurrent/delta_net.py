@@ -65,12 +65,7 @@ class DeltaNet(nn.Module):
         qkv_TC, z_TX = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
         inputs = qkv_TC, z_TX, a_TH, b_TH
         gated_TX = self.ops.delta_mixer(*inputs, self._weights(), memory, sequences_of(step, memory))
-        if select_S is None:
-            return self.out_proj.add_to(gated_TX, residual_TD), residual_TD
-        residual_SD = residual_TD[select_S]
-        if len(select_S) == 0:
-            return None, residual_SD
-        return self.out_proj.add_to(gated_TX[select_S], residual_SD), residual_SD
+        return self.out_proj.add_selected(gated_TX, residual_TD, select_S)
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
         """Applies pending inputs to the states of these sequences, which have no tokens of their own."""

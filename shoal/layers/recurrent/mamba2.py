@@ -94,12 +94,7 @@ class Mamba2(nn.Module):
         else:
             parts = self.ops.causal_conv, self.ops.mamba2, self._norm_over_ranks
             gated_TP = mamba_in_parts(parts, mixed_TC, z_TP, dt_TH, weights, memory, sequences)
-        if select_S is None:
-            return self.out_proj.add_to(gated_TP, residual), residual
-        residual = residual[select_S]
-        if len(select_S) == 0:
-            return None, residual
-        return self.out_proj.add_to(gated_TP[select_S], residual), residual
+        return self.out_proj.add_selected(gated_TP, residual, select_S)
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
         """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
