@@ -133,8 +133,8 @@ class KvIndexer:
             assert worker.windows is not None
             own_level = level if any(worker.names[HOST:]) else DEVICE
             groups = worker.windows.groups_at(own_level)
-            end = found.pop(number, 0) if 0 not in groups else len(chain)
-            found.pop(number, None)
+            depth = found.pop(number, 0)
+            end = len(chain) if 0 in groups else depth
             if end := worker.windows.longest(chain, end, own_level):
                 found[number] = end
         return found

@@ -38,41 +38,59 @@ def tier_blocks(reported: ReportedGroups) -> dict[int, TierBlocks]:
     return found
 
 
+class _Presence:
+    """Groups that have their block at each place of a chain. `masks`: the chain's key at a block's end -> a
+    bit for each group whose block is there."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
+        self.masks: dict[bytes, int] = {}
+
+    def add(self, block: BlockMeta) -> bytes:
+        """Adds a block of one of the groups, and returns the chain's key."""
+        key = group_key(block.key, block.group)
+        self.masks[key] = self.masks.get(key, 0) | 1 << block.group
+        return key
+
+    def remove(self, key: bytes) -> tuple[bytes, int] | None:
+        """Removes the block with this key. Returns the chain's key, and the mask with the block; None: no
+        group has it."""
+        for group in self._groups:
+            of_chain, bit = group_key(key, group), 1 << group
+            mask = self.masks.get(of_chain, 0)
+            if mask & bit:
+                self.masks[of_chain] = mask ^ bit
+                if mask == bit:
+                    del self.masks[of_chain]
+                return of_chain, mask
+        return None
+
+
 class WholeBlocks:
     """Blocks of groups whose blocks are as long as the reported ones."""
 
     def __init__(self, alike: Sequence[int]) -> None:
         self._alike = alike
         self._all = sum(1 << g for g in alike)
-        # With several groups: the chain's key at a block's end -> mask of the groups whose block is there
-        self._there: dict[bytes, int] = {}
+        self._there = _Presence(alike)  # It is empty for one group.
 
     def stored(self, block: BlockMeta) -> list[BlockMeta]:
         if block.group not in self._alike:
             return []
         key = group_key(block.key, block.group)
-        if len(self._alike) > 1:
-            self._there[key] = mask = self._there.get(key, 0) | 1 << block.group
-            if mask != self._all:
-                return []
+        if len(self._alike) > 1 and self._there.masks[self._there.add(block)] != self._all:
+            return []
         parent = None if block.parent is None else group_key(block.parent, block.group)
         return [BlockMeta(key, parent, block.token_ids, block.extra)]
 
     def removed(self, key: bytes) -> list[bytes]:
         if len(self._alike) == 1:
             return [group_key(key, self._alike[0])]
-        for group in self._alike:
-            of_chain, bit = group_key(key, group), 1 << group
-            mask = self._there.get(of_chain, 0)
-            if mask & bit:
-                self._there[of_chain] = mask ^ bit
-                if mask == bit:
-                    del self._there[of_chain]
-                return [of_chain] if mask == self._all else []
-        return []
+        gone = self._there.remove(key)
+        return [gone[0]] if gone is not None and gone[1] == self._all else []
 
     def clear(self) -> None:
-        self._there.clear()
+        self._there.masks.clear()
 
 
 class JoinedBlocks:
@@ -81,8 +99,7 @@ class JoinedBlocks:
 
     def __init__(self, reported: ReportedGroups, alike: Sequence[int]) -> None:
         self._reported, self._alike = reported, alike
-        # The chain's key at a block's end -> mask of the groups whose block is there
-        self._there: dict[bytes, int] = {}
+        self._there = _Presence(alike)
         self._first: dict[bytes, BlockMeta] = {}  # the first group's blocks
         self._long = LongBlocks()  # the same, by the chain's keys
 
@@ -96,33 +113,25 @@ class JoinedBlocks:
             return [block] if self._is_whole(block.key) else []
         if block.group not in self._alike:
             return []
-        key = group_key(block.key, block.group)
-        self._there[key] = self._there.get(key, 0) | 1 << block.group
-        return [self._first[last] for last in self._long.with_key(key) if self._is_whole(last)]
+        last_keys = self._long.with_key(self._there.add(block))
+        return [self._first[last] for last in last_keys if self._is_whole(last)]
 
     def removed(self, key: bytes) -> list[bytes]:
         if self._first.pop(key, None) is not None:
             self._long.remove(key)
             return [key]
-        for group in self._alike:
-            of_chain, bit = group_key(key, group), 1 << group
-            mask = self._there.get(of_chain, 0)
-            if mask & bit:
-                self._there[of_chain] = mask ^ bit
-                if mask == bit:
-                    del self._there[of_chain]
-                return self._long.with_key(of_chain)
-        return []
+        gone = self._there.remove(key)
+        return [] if gone is None else self._long.with_key(gone[0])
 
     def clear(self) -> None:
-        self._there.clear()
+        self._there.masks.clear()
         self._first.clear()
         self._long = LongBlocks()
 
     def _is_whole(self, last: bytes) -> bool:
         groups, size, keys = self._reported.groups, self._reported.block_size, self._long.keys_of(last)
         return all(
-            self._there.get(key, 0) >> group & 1
+            self._there.masks.get(key, 0) >> group & 1
             for group in self._alike
             for key in keys[groups[group].block_size // size - 1 :: groups[group].block_size // size]
         )
