@@ -13,23 +13,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.hopper import empty_matmul_input
-from shoal.kernels.norm import norm_warps
+from shoal.kernels.norm import norm_warps, normed_row, plus_normed_row
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import next_power_of_2
-
-
-@triton.jit
-def _normed(x, weight, eps, D: tl.constexpr):
-    """The norm of a row of 32 bits, as rms_norm rounds it before it is stored."""
-    normed = (x * tl.rsqrt(tl.sum(x * x) / D + eps)).to(weight.dtype).to(tl.float32)
-    return normed * weight.to(tl.float32)
-
-
-@triton.jit
-def _plus_normed(before, x, weight, eps, D: tl.constexpr):
-    """before + the norm of x, rounded twice, in the dtype of `before`."""
-    normed = _normed(x, weight, eps, D).to(before.dtype)
-    return (before.to(tl.float32) + normed.to(tl.float32)).to(before.dtype)
 
 
 @triton.jit
@@ -58,12 +44,12 @@ def _fork_norms_kernel(
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual_ptr + at, mask=mask, other=0.0)
-    total = _plus_normed(before, x, weight, eps, D)
+    total = plus_normed_row(before, x, weight, eps, D)
     tl.store(residual_ptr + at, total, mask=mask)
     x = total.to(tl.float32)
-    tl.store(first_ptr + at, _normed(x, first_weight, eps, D).to(DTYPE), mask=mask)
-    tl.store(second_ptr + at, _normed(x, second_weight, eps, D).to(DTYPE), mask=mask)
-    tl.store(third_ptr + at, _normed(x, third_weight, eps, D).to(DTYPE), mask=mask)
+    tl.store(first_ptr + at, normed_row(x, first_weight, eps, D).to(DTYPE), mask=mask)
+    tl.store(second_ptr + at, normed_row(x, second_weight, eps, D).to(DTYPE), mask=mask)
+    tl.store(third_ptr + at, normed_row(x, third_weight, eps, D).to(DTYPE), mask=mask)
 
 
 @triton.jit
@@ -92,10 +78,10 @@ def _join_norms_kernel(
     before = tl.load(residual_ptr + at, mask=mask, other=0.0)
     if beside_ptr is not None:
         beside = tl.load(beside_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = _normed(x, x_weight, eps, D).to(DTYPE).to(tl.float32)
-        x += _normed(beside, beside_weight, eps, D).to(DTYPE).to(tl.float32)
+        x = normed_row(x, x_weight, eps, D).to(DTYPE).to(tl.float32)
+        x += normed_row(beside, beside_weight, eps, D).to(DTYPE).to(tl.float32)
         x = x.to(DTYPE).to(tl.float32)
-    total = _plus_normed(before, x, weight, eps, D)
+    total = plus_normed_row(before, x, weight, eps, D)
     if factor_ptr is not None:
         total = (total.to(tl.float32) * tl.load(factor_ptr).to(tl.float32)).to(DTYPE)
     tl.store(residual_ptr + at, total, mask=mask)

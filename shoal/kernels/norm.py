@@ -56,6 +56,20 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def normed_row(x, weight, eps, D: tl.constexpr):
+    """The norm of one row in float32, as rms_norm rounds it before it is stored."""
+    normed = (x * tl.rsqrt(tl.sum(x * x) / D + eps)).to(weight.dtype).to(tl.float32)
+    return normed * weight.to(tl.float32)
+
+
+@triton.jit
+def plus_normed_row(before, x, weight, eps, D: tl.constexpr):
+    """before + the norm of x, rounded twice, in the dtype of `before`."""
+    normed = normed_row(x, weight, eps, D).to(before.dtype)
+    return (before.to(tl.float32) + normed.to(tl.float32)).to(before.dtype)
+
+
+@triton.jit
 def _add_normed_kernel(
     x_ptr,
     weight_ptr,
@@ -74,17 +88,13 @@ def _add_normed_kernel(
     if next_weight_ptr is not None:
         next_weight = tl.load(next_weight_ptr + columns, mask=mask, other=0.0)
     wait_for_inputs(PDL)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0)
-    before = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x32 = x.to(tl.float32)
-    normed = (x32 * tl.rsqrt(tl.sum(x32 * x32) / D + eps)).to(weight.dtype).to(tl.float32)
-    normed = (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
-    total = (before + normed).to(x.dtype)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    total = plus_normed_row(before, x, weight, eps, D)
     tl.store(residual_ptr + at, total, mask=mask)
     if next_weight_ptr is not None:
-        x32 = total.to(tl.float32)
-        normed = (x32 * tl.rsqrt(tl.sum(x32 * x32) / D + next_eps)).to(next_weight.dtype).to(tl.float32)
-        tl.store(out_ptr + at, (normed * next_weight.to(tl.float32)).to(x.dtype), mask=mask)
+        normed = normed_row(total.to(tl.float32), next_weight, next_eps, D)
+        tl.store(out_ptr + at, normed.to(total.dtype), mask=mask)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
