@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul
+from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul, squared_relu
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
+from shoal.kernels.matmul.mxfp4_pairs import halves, scaled, widened
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight, weight_shape
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
@@ -104,36 +105,15 @@ def _widened(words, scales, dtype: gl.constexpr):
     # Each pair's four bits get to the top of both halves: sign, exponent and mantissa.
     lower = gl.join(words << 12, words << 4)  # h = 0; u is the last dimension.
     upper = gl.join(words << 8, words)
-    top = gl.join(lower, upper)
-    if dtype == gl.bfloat16:
-        pairs = (top & -0x7FFF8000) | ((top & 0x70007000) >> 6)
-    else:
-        pairs = (top & -0x7FFF8000) | ((top & 0x70007000) >> 3)
+    NUMBERS: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    pairs = widened(gl.join(lower, upper), NUMBERS)
     scales = gl.reshape(gl.join(scales, scales), (16, 32, 4))  # two words a group
     scales = gl.convert_layout(scales, WORDS_LAYOUT, assert_trivial=True)
-    low, high = _halves(scales)
+    low, high = halves(scales)
     scales = gl.join(gl.join(low, low), gl.join(high, high))
-    pairs = _product(pairs, scales, dtype)
+    pairs = scaled(pairs, scales, NUMBERS)
     pairs = gl.permute(gl.reshape(pairs, (16, 8, 4, 4, 2, 2)), (0, 5, 1, 3, 4, 2))  # tile, h, g, word, u, c
     return gl.reshape(pairs, (256, 32))
-
-
-@gluon.jit
-def _halves(words):
-    """Returns the low half of each word twice, and the high half twice."""
-    low = (words & 0xFFFF) | (words << 16)
-    high = ((words >> 16) & 0xFFFF) | (words & -0x10000)
-    return low, high
-
-
-@gluon.jit
-def _product(a, b, dtype: gl.constexpr):
-    """a * b of two numbers in each int32."""
-    if dtype == gl.bfloat16:
-        both = gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, True, 1)
-    else:
-        both = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, True, 1)
-    return both
 
 
 @gluon.jit
@@ -297,8 +277,7 @@ def _multiply(
             else:
                 result = sums.to(dtype)
                 if ACTIVATION == "relu2":
-                    positive = gl.maximum(result.to(gl.float32), 0.0)
-                    result = (positive * positive).to(dtype)
+                    result = squared_relu(result)
             out = out_tile * WIDE + at
             gl.store(
                 out_ptr + target.to(gl.int64)[:, None] * outs + out[None, :],

@@ -131,6 +131,13 @@ def gate_mul(
 
 
 @gluon.jit
+def squared_relu(x):
+    """The square of relu(x), in the dtype of x."""
+    positive = gl.maximum(x.to(gl.float32), 0.0)
+    return (positive * positive).to(x.dtype)
+
+
+@gluon.jit
 def _load_weight(weight_desc, full, weight_smem, up_smem, out, O, column, GATED: gl.constexpr, pred):
     tma.async_copy_global_to_shared(weight_desc, [out, column], full, weight_smem, pred=pred)
     if GATED:

@@ -19,8 +19,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from shoal.kernels.matmul.hopper_linear import gate_mul, wait_for_inputs
+from shoal.kernels.matmul.hopper_linear import gate_mul, squared_relu, wait_for_inputs
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
+from shoal.kernels.matmul.mxfp4_pairs import halves, scaled, widened
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import next_power_of_2
@@ -59,12 +60,7 @@ def _quarters(words, layout: gl.constexpr):
 
 @gluon.jit
 def _operand(top, scale, dtype: gl.constexpr):
-    """Two weights from the top 4 bits of each half of a word: sign, exponent and mantissa (loaders.py)."""
-    SHIFT: gl.constexpr = 6 if dtype == "bf16" else 3
-    pair = (top & -0x7FFF8000) | ((top & 0x70007000) >> SHIFT)
-    return gl.inline_asm_elementwise(
-        f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", [pair, scale], gl.int32, True, 1
-    )
+    return scaled(widened(top, dtype), scale, dtype)
 
 
 @gluon.jit
@@ -82,18 +78,12 @@ def _add_step(words, scales, row, sums, layout: gl.constexpr, dtype: gl.constexp
     first, second = gl.split(scales)
     first = gl.convert_layout(first, layout, assert_trivial=True)
     second = gl.convert_layout(second, layout, assert_trivial=True)
-    low, high = _halves(first)
+    low, high = halves(first)
     sums = _add_word(w0, low, high, row[0], row[1], sums, dtype)
     sums = _add_word(w1, low, high, row[2], row[3], sums, dtype)
-    low, high = _halves(second)
+    low, high = halves(second)
     sums = _add_word(w2, low, high, row[4], row[5], sums, dtype)
     return _add_word(w3, low, high, row[6], row[7], sums, dtype)
-
-
-@gluon.jit
-def _halves(words):
-    """Returns the low half of each word twice, and the high half twice."""
-    return (words & 0xFFFF) | (words << 16), ((words >> 16) & 0xFFFF) | (words & -0x10000)
 
 
 @gluon.jit
@@ -128,12 +118,6 @@ def _slot(warp, rows, K: gl.constexpr, PARTS: gl.constexpr, SUM: gl.constexpr):
     else:
         slot = rows + warp * 0
     return slot
-
-
-@gluon.jit
-def _squared(x):
-    positive = gl.maximum(x.to(gl.float32), 0.0)
-    return (positive * positive).to(x.dtype)
 
 
 @gluon.jit
@@ -255,7 +239,7 @@ def hopper_mxfp4_slots_kernel(
     else:
         top, bottom = top.to(element), bottom.to(element)
         if ACTIVATION == "relu2":
-            top, bottom = _squared(top), _squared(bottom)
+            top, bottom = squared_relu(top), squared_relu(bottom)
     if ADD:
         top = (gl.load(out_ptrs, mask=stored, other=0.0).to(gl.float32) + top.to(gl.float32)).to(element)
         bottom = (gl.load(out_ptrs + 8, mask=stored, other=0.0).to(gl.float32) + bottom.to(gl.float32)).to(
@@ -273,7 +257,6 @@ def mxfp4_slots_matmul(
     rows: RowMap,
     activation: Activation | None = None,
     add: bool = False,
-    tuned: tuple[int, int, int] | None = None,
 ) -> None:
     """The matmul of SLOTS. With an activation it is the first one; otherwise the second one, which adds a
     token's slots by weight, and to `out` with `add`. Bits do not depend on timing."""
@@ -290,7 +273,6 @@ def mxfp4_slots_matmul(
         warps = slots * parts
     else:
         warps, parts, rounds = 4, 4, 2
-    warps, parts, rounds = tuned or (warps, parts, rounds)
     hopper_mxfp4_slots_kernel[(outs // 16, rows.num_blocks)](
         x.view(torch.int32),
         weight.words,

@@ -38,6 +38,10 @@ def gate_mul(
     return Value(reference.activate(both, Activation(activation, alpha, limit)).to(dtype))
 
 
+def squared_relu(x: Value) -> Value:
+    return Value((x.data.float().relu() ** 2).to(x.data.dtype))
+
+
 def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
     names = dict(
         dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)),
@@ -45,11 +49,18 @@ def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
             matrix, [*matrix.shape], [*matrix.stride()], [rows, columns], None
         ),
         gate_mul=gate_mul,
+        squared_relu=squared_relu,
         SMALLER=SMALLER,
         TiledWeight=TiledWeight,
         weight_shape=weight_shape,
     )
-    return load(Machine(turns), "hopper_experts", names).hopper_experts_matmul
+    machine = Machine(turns)
+    return load(machine, "hopper_experts", names | pairs_of(machine)).hopper_experts_matmul
+
+
+def pairs_of(machine: Machine) -> dict[str, object]:
+    pairs = load(machine, "mxfp4_pairs", {})
+    return dict(halves=pairs.halves, scaled=pairs.scaled, widened=pairs.widened)
 
 
 def listed(counts: list[int], top_k: int) -> tuple[RowMap, torch.Tensor]:
@@ -169,8 +180,9 @@ def test_slots_in_mxfp4_as_numbers(
     x, residual = torch.randn(tokens, hidden).to(dtype) / 8, torch.randn(tokens, hidden).to(dtype)
     experts = torch.cat([torch.randperm(num)[:top_k] for _ in range(tokens)]).int()
     shares = torch.rand(tokens * top_k)
-    names = dict(gate_mul=gate_mul, SMALLER=SMALLER, TiledWeight=TiledWeight)
-    matmul = load(Machine(), "hopper_mxfp4_slots", names).mxfp4_slots_matmul
+    machine = Machine()
+    names = dict(gate_mul=gate_mul, squared_relu=squared_relu, SMALLER=SMALLER, TiledWeight=TiledWeight)
+    matmul = load(machine, "hopper_mxfp4_slots", names | pairs_of(machine)).mxfp4_slots_matmul
     states, out = torch.full((tokens * top_k, size), float("nan"), dtype=dtype), residual.clone()
     matmul(x, packed[0], b13, states, RowMap(SLOTS, experts, tokens * top_k, top_k, num), kind)
     by_token = RowMap(SLOTS, experts, tokens, top_k, num, shares=shares)
