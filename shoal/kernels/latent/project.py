@@ -2,9 +2,8 @@
 compared with), and sums of latents with V.
 
 A decode step has few rows, and reads each head's matrix once: a program works on some outputs of one head.
-The
-sums of few tokens come in parts, as attention has split the keys, and are joined here.
-The oracle and the dimensions are in reference.py.
+The sums of few tokens come in parts, as attention has split the keys, and are joined here. The oracle and
+the dimensions are in reference.py.
 """
 
 from __future__ import annotations
