@@ -1,12 +1,13 @@
 """Workloads against the peers' figures and against physics, on one GPU (or several), with random weights.
 
-    python benchmarks/gpu.py [--models qwen3-0.6b,qwen3-8b] [--workloads nano,single,...] [--tp 1] [--json
-    out.json]
+    python benchmarks/gpu.py [--models qwen3-0.6b,qwen3-8b:nano+single] [--workloads nano,single,...] [--tp 1]
+        [--json out.json] [--quick]
 
 Prints one line a workload: seconds (the better of two runs after a warm-up that fills no prefix cache),
 tokens a second, ms a token, the ratio to vLLM 0.24 and to nano-vllm on one H200, the fraction of the physical
-floor, the part of the GPU's time between steps in a run of its own. `python benchmarks/performance.py
-out.json` draws it.
+floor, the part of the GPU's time between steps in a run of its own. With `--quick` the warm-up is four of the
+requests with 16 tokens each, runs longer than four seconds are not repeated, and the time between steps is
+not measured. `python benchmarks/performance.py out.json` draws it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ PEERS = {
 COMPARED = ["nano", "single", "prefill", "decode", "shared"]
 OTHERS = ["four", "service", "tiny", "long", "tree"]
 SHARED = {"shared": 2048}  # tokens that all prompts begin with
+QUICK_SECONDS = 4.0  # a longer run is not repeated with --quick
 CEILINGS = 4.28e12, 680e12  # An H200: bytes copied and bf16 operations per second.
 
 
@@ -87,7 +89,7 @@ def other_workload(name: str) -> tuple[list[list[int]], list[int]]:
     raise SystemExit(f"no workload {name!r}; there are {', '.join(COMPARED + OTHERS)}")
 
 
-def run_workload(llm, name: str, kind: str) -> dict:
+def run_workload(llm, name: str, kind: str, quick: bool) -> dict:
     from workloads import workload
 
     from shoal import SamplingParams
@@ -95,19 +97,24 @@ def run_workload(llm, name: str, kind: str) -> dict:
     from shoal.bench.offline import floor_of, idle_share
 
     prompts, lengths = workload(kind) if kind in COMPARED else other_workload(kind)
-    params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths
-    ]
-    runs = []
-    for _ in range(3):  # the first is the warm-up
+
+    def params_of(lengths: list[int]) -> list[SamplingParams]:
+        return [
+            SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths
+        ]
+
+    warm_up = [min(16, n) for n in lengths[:4]] if quick else lengths
+    llm.generate(prompts[: len(warm_up)], params_of(warm_up), use_tqdm=False)
+    runs: list[float] = []
+    while len(runs) < 2 and not (quick and runs and runs[0] > QUICK_SECONDS):
         llm.reset_prefix_cache()
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params_of(lengths), use_tqdm=False)
         runs.append(time.perf_counter() - start)
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     llm.reset_prefix_cache()
-    idle = idle_share(llm, prompts, params)
-    seconds, out, into = min(runs[1:]), sum(lengths), sum(map(len, prompts))
+    idle = None if quick else idle_share(llm, prompts, params_of(lengths))
+    seconds, out, into = min(runs), sum(lengths), sum(map(len, prompts))
     vllm, nano = PEERS.get((name, kind), (None, None))
     least = floor_of(llm, Ceilings(*CEILINGS)).run(
         [len(p) for p in prompts], lengths, llm.core.config.max_num_seqs, SHARED.get(kind, 0)
@@ -141,7 +148,7 @@ def run_workload(llm, name: str, kind: str) -> dict:
     return row
 
 
-def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[dict]:
+def run_model(name: str, workloads: list[str], tp: int, options: dict, quick: bool) -> list[dict]:
     from workloads import write_model
 
     from shoal import LLM, SamplingParams
@@ -170,7 +177,7 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
         f"{llm.core.num_blocks} blocks",
         flush=True,
     )
-    rows += [run_workload(llm, name, kind) for kind in workloads]
+    rows += [run_workload(llm, name, kind, quick) for kind in workloads]
     llm.exit()
     return rows
 
@@ -179,15 +186,20 @@ def main() -> None:
     from report import write_json
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="qwen3-0.6b,qwen3-8b")
+    parser.add_argument(
+        "--models", default="qwen3-0.6b,qwen3-8b", help="names, each with its own workloads if it has a colon"
+    )
     parser.add_argument("--workloads", default=",".join(COMPARED), help=f"also: {', '.join(OTHERS)}")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--json")
     parser.add_argument("--options", default="{}", help="more engine options, as JSON")
+    parser.add_argument("--quick", action="store_true", help="a short warm-up and fewer runs")
     arguments = parser.parse_args()
     rows = []
-    for name in arguments.models.split(","):
-        rows += run_model(name, arguments.workloads.split(","), arguments.tp, json.loads(arguments.options))
+    for model in arguments.models.split(","):
+        name, _, own = model.partition(":")
+        workloads = own.split("+") if own else arguments.workloads.split(",")
+        rows += run_model(name, workloads, arguments.tp, json.loads(arguments.options), arguments.quick)
     if arguments.json:
         write_json(arguments.json, rows)
 
