@@ -298,6 +298,7 @@ def _longest(model: ModelConfig) -> int:
         scaled = {
             "yarn": rope.original_max_position_embeddings * rope.factor,
             "linear": trained * rope.factor,
+            "dynamic": trained * rope.factor,
         }
         longest = max(longest, int(scaled.get(rope.kind, trained)))
     return longest

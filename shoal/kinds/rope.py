@@ -13,10 +13,11 @@ class RopeConfig:
     are computed from the other fields if a config does not have them."""
 
     theta: float = ROPE_THETA
-    # "default", "linear", "yarn", "llama3", "longrope", "proportional", or "factors", which is GGUF's table
+    # "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", or "factors", which is GGUF's
+    # table
     kind: str = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3, yarn and longrope
+    original_max_position_embeddings: int = 0  # dynamic, llama3, yarn and longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn

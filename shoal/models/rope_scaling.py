@@ -1,16 +1,31 @@
-"""Scaled frequencies of rotary position embeddings: linear, yarn (Peng 2023), llama3, longrope (Ding 2024),
-proportional (Gemma 4), and GGUF's table of factors. numpy only."""
+"""Scaled frequencies of rotary position embeddings: linear, dynamic (NTK by length), yarn (Peng 2023), llama3,
+longrope (Ding 2024), proportional (Gemma 4), and GGUF's table of factors. numpy only."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from shoal.kinds.rope import RopeConfig
 
 
-def scaled(rope: RopeConfig, wavelengths: np.ndarray, max_position: int) -> np.ndarray:
+def at_length(rope: RopeConfig, rotary_dim: int, max_position: int) -> RopeConfig:
+    """Returns the rope of all sequences in an engine for this many positions. Longrope has one of its two tables
+    then, and a dynamic rope one theta: with one for each length of a sequence, blocks of a shared prefix would
+    hold keys that were rotated by another."""
+    original = rope.original_max_position_embeddings
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_position > original else rope.factors
+        return replace(rope, factors=factors, long_factors=())
+    if rope.kind == "dynamic":
+        stretch = rope.factor * max(1.0, max_position / original) - (rope.factor - 1)
+        return RopeConfig(rope.theta * stretch ** (rotary_dim / (rotary_dim - 2)), partial=rope.partial)
+    return rope
+
+
+def scaled(rope: RopeConfig, wavelengths: np.ndarray) -> np.ndarray:
     """Returns the frequencies of a kind other than the default one, whose own have these wavelengths."""
     plain = np.float32(1.0) / wavelengths
     if rope.kind == "linear":
@@ -23,11 +38,7 @@ def scaled(rope: RopeConfig, wavelengths: np.ndarray, max_position: int) -> np.n
         kept = int(rope.partial * 2 * len(plain) // 2)
         return np.where(np.arange(len(plain)) < kept, plain, 0).astype(np.float32) / np.float32(rope.factor)
     if rope.kind == "longrope":
-        # One table for all sequences of an engine: with one for each length, blocks of a shared prefix would
-        # hold keys that were rotated by another table.
-        is_long = max_position > rope.original_max_position_embeddings
-        factors = rope.long_factors if is_long else rope.factors
-        return np.float32(1.0) / (np.array(factors, dtype=np.float32) * wavelengths)
+        return np.float32(1.0) / (np.array(rope.factors, dtype=np.float32) * wavelengths)
     assert rope.kind == "factors", rope.kind
     return plain / np.array(rope.factors, dtype=np.float32)
 

@@ -20,6 +20,7 @@ from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import AttentionKind, LayerKind, MixerKind, ModelConfig
+from shoal.models.rope_scaling import at_length
 from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
 from shoal.weights.source import CheckpointFiles
@@ -49,23 +50,28 @@ SAMPLE_BYTES = 256
 WHOLE_BYTES = 1 << 16  # files and tensors up to this size are hashed whole
 
 
-def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelConfig) -> bytes:
-    """Returns the fingerprint of weights in memory. `checksums` are each rank's (weights/update.py), in rank
+def weights_fingerprint(
+    checksums: Sequence[Mapping[str, str]], config: ModelConfig, max_model_len: int
+) -> bytes:
+    """Returns the fingerprint of weights in memory and of their KV. `checksums` are each rank's (weights/update.py), in rank
     order, of its sharded, merged and packed tensors. So the fingerprint differs between tensor-parallel
     sizes, dtypes and kinds of device, and if an engine keeps quantized weights packed: their blocks have
     other shapes, or other rounding."""
     return xxhash.xxh3_128_digest(
-        msgspec.msgpack.encode((_fields(config), [sorted(own.items()) for own in checksums]))
+        msgspec.msgpack.encode(
+            (_fields(_at_length(config, max_model_len)), [sorted(own.items()) for own in checksums])
+        )
     )
 
 
-def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool) -> bytes:
+def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool, max_model_len: int) -> bytes:
     """Returns a fingerprint that is equal for all engines with these files, at any tensor-parallel size.
     Their blocks differ by rounding alone. `is_packed`: the weights stay quantized as in the files.
 
     The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
     few small tensors alone may go unnoticed. Raises CheckpointError and OSError."""
-    hasher = xxhash.xxh3_128(msgspec.msgpack.encode((_fields(files.config), is_packed)))
+    fields = _fields(_at_length(files.config, max_model_len))
+    hasher = xxhash.xxh3_128(msgspec.msgpack.encode((fields, is_packed)))
     for path in [*weight_files(files), *([] if files.head is None else files.head.weight_files())]:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -87,6 +93,16 @@ def tensors_fingerprint(files: CheckpointFiles) -> bytes:
             for start, end in tensors:
                 _sample(hasher, file, start, end, samples)
     return hasher.digest()
+
+
+def _at_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """Returns the config with the ropes of an engine of this length: KV of another table is other KV."""
+    layers = []
+    for kind in config.layers:
+        if (attention := kind.attention) is not None and attention.rope is not None:
+            kind = kind.with_attention(rope=at_length(attention.rope, attention.rotary_dim, max_model_len))
+        layers.append(kind)
+    return replace(config, layers=tuple(layers))
 
 
 def _sample(hasher: xxhash.xxh3_128, file: FileIO, start: int, end: int, samples: int) -> None:

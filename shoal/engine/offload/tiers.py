@@ -207,7 +207,8 @@ class KvTiers(StepPart):
         if has_tiers(self.config):
             checksums = self.ranks.call(commands.CHECKSUMS)
             runner = self.ranks.runner
-            fingerprint = runner.states.plan.add_to(weights_fingerprint(checksums, runner.model_config))
+            own = weights_fingerprint(checksums, runner.model_config, self.config.max_model_len)
+            fingerprint = runner.states.plan.add_to(own)
             self.ranks.call(commands.KV_OPEN_TIERS, fingerprint, self.events is not None)
 
     def _reopen_persistent(self) -> None:

@@ -149,12 +149,12 @@ class KvPeers(StepPart):
         """Sends readers and ranks the name of the model and weights of the blocks. Engines of other
         tensor-parallel sizes have the same name for a checkpoint."""
         self._is_stale = False
-        runner, files = self._ranks.runner, self._checkpoint()
+        runner, files, length = self._ranks.runner, self._checkpoint(), self._config.max_model_len
         if files is not None:
-            name = checkpoint_fingerprint(files, is_packed=self._config.keep_quantized)
+            name = checkpoint_fingerprint(files, self._config.keep_quantized, length)
         else:
             checksums = self._ranks.call(commands.CHECKSUMS)
-            name = weights_fingerprint(checksums, runner.model_config)
+            name = weights_fingerprint(checksums, runner.model_config, length)
         name = plan_states_of_size(self._config, runner.model_config, 1).add_to(name)
         self._ranks.call(commands.PEERS_NAME_MODEL, name)
         if self.lender is not None:

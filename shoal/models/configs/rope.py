@@ -16,7 +16,7 @@ from shoal.kinds.rope import ROPE_THETA, RopeConfig
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import SLIDING
 
-ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 # From a config's fields to the rope parameters of layers with a window, where its form has one rope.
 SlidingRope = Callable[[ConfigFields], Mapping[str, Any]]
 
@@ -95,6 +95,8 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         return RopeConfig(theta, partial=share)
     if kind == "linear":
         return RopeConfig(theta, kind, factor=rope.number("factor"), partial=share)
+    if kind == "dynamic":
+        return RopeConfig(theta, kind, rope.number("factor"), max_position, partial=share)
     if kind == "proportional":
         return RopeConfig(theta, kind, factor=rope.number("factor", 1.0), partial=share)
     original = fields.count(

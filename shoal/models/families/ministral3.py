@@ -13,7 +13,7 @@ from shoal.models.families import mistral
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     given = {"llama_4_scaling_beta": fields.get("temperature_scale"), **rope_values(fields)}
     rope, config = ConfigFields(given, f"{fields.where}: rope parameters"), mistral.read(config, fields)
-    if rope.get("llama_4_scaling_beta") is None:
+    if not rope.get("llama_4_scaling_beta"):  # 0: queries do not grow
         return config
     scaling = QueryScaling(
         rope.number("llama_4_scaling_beta"), rope.count("original_max_position_embeddings")

@@ -132,7 +132,7 @@ def test_caches_of_a_target_with_and_without_a_head_have_other_names(build, head
     other = write_head(tmp_path, layer_config(target), tensors)
     files = resolve(str(target))
     found = {
-        checkpoint_fingerprint(f, False)
+        checkpoint_fingerprint(f, False, 512)
         for f in (files, files.with_head(named(head)), files.with_head(named(other)))
     }
     assert len(found) == 3

@@ -105,6 +105,17 @@ def test_longrope_of_phi_has_its_known_factor_and_one_table_for_an_engine():
         assert factor == pytest.approx(1.1902381, abs=1e-7)
 
 
+@pytest.mark.parametrize("length", [4096, 4097, 16384])
+def test_a_dynamic_rope_has_the_frequencies_of_the_engines_length(length):
+    parameters = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+    config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=parameters)
+    expected, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+    rope = ropes_of(dict(rope_parameters=parameters, max_position_embeddings=4096))[FULL]
+    found, found_factor = rope_frequencies(rope, rope.rotary_dim(64), length)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=4e-7)
+    assert found_factor == factor == 1.0
+
+
 @pytest.mark.parametrize("partial", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize(
     "own",

@@ -483,6 +483,7 @@ ROPES = {
         rope_theta=500000.0,
     ),
     "linear": dict(rope_type="linear", factor=3.0, rope_theta=150000.0),
+    "dynamic": dict(rope_type="dynamic", factor=3.0, rope_theta=150000.0),
 }
 
 
@@ -506,7 +507,8 @@ def test_rope_factors_divide_the_frequencies():
         (dict(architectures=["Nope"]), ("Nope", "LlamaForCausalLM")),
         (dict(architectures=None, model_type="gpt2"), ("gpt2", "Qwen3ForCausalLM")),
         (dict(hidden_act="gelu"), ("gelu", "silu")),
-        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), ("dynamic", "yarn")),
+        (dict(rope_scaling=dict(rope_type="ntk", factor=2.0)), ("ntk", "yarn")),
+        (dict(rope_scaling=dict(rope_type="dynamic")), ("dynamic", "factor")),
         (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ("longrope", "short_factor")),
         (dict(rope_scaling=dict(type="llama3", factor=2.0)), ("low_freq_factor",)),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), ("per layer type",)),

@@ -31,7 +31,7 @@ def build(root, engine_options):
 
 
 def of(llm):
-    return weights_fingerprint(llm.collective_rpc("checksums"), llm.core.model_config)
+    return weights_fingerprint(llm.collective_rpc("checksums"), llm.core.model_config, 512)
 
 
 def copy_of(folder, target, change=lambda name, weight: weight):
@@ -85,7 +85,7 @@ def test_packed_weights_have_fingerprints_of_their_own(build, root, folder, kind
 def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, folder):
     llm = build("qwen3")
     config, sums = llm.core.model_config, llm.collective_rpc("checksums")
-    found = weights_fingerprint(sums, config)
+    found = weights_fingerprint(sums, config, 512)
     for changed in (
         config.with_attention(rope=RopeConfig(theta=1e6)),
         replace(config, rms_norm_eps=1e-3),
@@ -94,15 +94,33 @@ def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, fold
         replace(config, layers=(config.layers[0].with_attention(window=8), *config.layers[1:])),
         replace(config, layers=(config.layers[0].with_attention(num_heads=1), *config.layers[1:])),
     ):
-        assert weights_fingerprint(sums, changed) != found
+        assert weights_fingerprint(sums, changed, 512) != found
     assert (
-        weights_fingerprint(sums, replace(config, eos_token_ids=(1,), max_position_embeddings=99, dtype=None))
+        weights_fingerprint(
+            sums, replace(config, eos_token_ids=(1,), max_position_embeddings=99, dtype=None), 512
+        )
         == found
     )
     shards = [{name: value for name, value in sums[0].items() if "layers" in name}, sums[0]]
-    assert weights_fingerprint(shards, config) != weights_fingerprint(shards[::-1], config), (
+    assert weights_fingerprint(shards, config, 512) != weights_fingerprint(shards[::-1], config, 512), (
         "ranks have an order"
     )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(1e4, "longrope", 2.0, 64, factors=(1.0, 2.0), long_factors=(3.0, 4.0)),
+        RopeConfig(1e4, "dynamic", 2.0, 64),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_the_engines_length_counts_where_ropes_depend_on_it(rope):
+    """Regression: an engine read KV that one with longrope's other table had written to a disk or lent."""
+    config = config_from_json(PUBLISHED["Qwen3-0.6B"], "config.json").with_attention(rope=rope)
+    found = [weights_fingerprint([], config, length) for length in (32, 64, 65, 128)]
+    assert found[0] == found[1] != found[2]
+    assert (found[2] == found[3]) == (rope.kind == "longrope")
 
 
 # Fingerprints that engines have written to disks, for configs of published models with some changes.
@@ -128,4 +146,4 @@ WRITTEN = [
 @pytest.mark.parametrize(("name", "changes", "written"), WRITTEN)
 def test_kv_that_an_earlier_version_wrote_is_found(name, changes, written):
     config = config_from_json(PUBLISHED[name] | changes, name)
-    assert weights_fingerprint([{"model.norm.weight": "0123456789abcdef"}], config).hex() == written
+    assert weights_fingerprint([{"model.norm.weight": "0123456789abcdef"}], config, 512).hex() == written
