@@ -370,8 +370,8 @@ class KvIndexer:
                     names[name] = node
                     continue
                 self._drop(worker, tier, node)
-                if worker.windows is not None and tier == DEVICE:
-                    worker.windows.remove(0, name)
+                if worker.windows is not None:
+                    worker.windows.remove(0, name, tier)
 
 
 def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:

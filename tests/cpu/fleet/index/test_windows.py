@@ -3,6 +3,7 @@
 import random
 
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
+from shoal.fleet.index.prefix_tree import HOST
 from shoal.fleet.index.windows import WindowBlocks
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import longest_end
@@ -105,3 +106,14 @@ def test_an_engine_that_reports_no_windows_below_the_device_is_not_cut_there():
     assert index.find_matches(tokens) == {RANK: Overlap(2)}
     index.apply(RANK, run_of(tokens, names, medium=CPU))
     assert index.find_matches(tokens) == {RANK: Overlap(2, 2)}
+
+
+def test_blocks_that_the_index_forgets_leave_the_windows_of_their_tier():
+    """Regression: a block forgotten for the bound on a lower tier stayed in the windows there."""
+    index, tokens = KvIndexer(SIZE, max_blocks=4), list(range(8 * SIZE))
+    for first in range(8):
+        own = tokens[first * SIZE : (first + 1) * SIZE]
+        index.apply(RANK, run_of(own, [first + 1], medium=CPU, window=6))
+    assert len(index.known_blocks(RANK, HOST)) == 4
+    found = [index.find_matches(tokens[i * SIZE : (i + 1) * SIZE]) for i in range(8)]
+    assert found == [{}] * 4 + [{RANK: Overlap(0, 1)}] * 4
