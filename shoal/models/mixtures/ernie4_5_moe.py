@@ -9,11 +9,11 @@ from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Row
 from shoal.models.configs.experts import shared_experts, with_experts
-from shoal.models.configs.fields import ConfigFields
-from shoal.models.families import ernie4_5
+from shoal.models.configs.fields import ConfigFields, check_fixed
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    check_fixed(fields, {"use_bias": False})  # its output head would have one, too
     router = Router(
         fields.count("moe_k"),
         renormalize=True,
@@ -29,7 +29,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     )
     first, last = fields.count("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
     last = config.num_layers - 1 if last in (None, -1) else fields.count("moe_layer_end_index", least=0)
-    config = with_experts(ernie4_5.read(config, fields), fields, experts)
+    config = with_experts(config, fields, experts)
     layers = enumerate(config.layers)
     return replace(
         config,

@@ -37,6 +37,27 @@ def test_routers_that_deepseek_v3_does_not_have_are_refused(change):
         config_from_json(fields, "test")
 
 
+def test_biases_of_ernie_with_experts_are_refused_by_name():
+    """Regression: the bias of the output head was taken for an output head, whose weight was missing."""
+    fields = dict(
+        architectures=["Ernie4_5_MoeForCausalLM"], use_bias=True, vocab_size=10, hidden_size=32,
+        intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="use_bias must be False, got True"):
+        config_from_json(fields, "test")
+    assert not config_from_json(fields | dict(use_bias=False), "test").o_bias
+
+
+def test_queries_of_ministral3_that_do_not_grow_are_read():
+    """Regression: llama_4_scaling_beta 0 was refused as no positive number."""
+    rope = dict(rope_type="yarn", rope_theta=1e6, factor=2.0, original_max_position_embeddings=64)
+    fields = dict(
+        architectures=["Ministral3ForCausalLM"], vocab_size=10, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=1, num_attention_heads=8, rope_parameters=rope | dict(llama_4_scaling_beta=0.0),
+    )  # fmt: skip
+    assert config_from_json(fields, "test").attention.query_scaling is None
+
+
 def test_experts_with_an_activation_that_they_do_not_compute_are_refused():
     """Regression: hidden_act of Mixtral was read, and its experts computed SiLU."""
     fields = dict(
