@@ -13,8 +13,7 @@ class RopeConfig:
     are computed from the other fields if a config does not have them."""
 
     theta: float = ROPE_THETA
-    # "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", or "factors", which is GGUF's
-    # table
+    # "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", or GGUF's table, "factors"
     kind: str = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # dynamic, llama3, yarn and longrope

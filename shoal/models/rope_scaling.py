@@ -1,5 +1,5 @@
-"""Scaled frequencies of rotary position embeddings: linear, dynamic (NTK by length), yarn (Peng 2023), llama3,
-longrope (Ding 2024), proportional (Gemma 4), and GGUF's table of factors. numpy only."""
+"""Scaled frequencies of rotary position embeddings: linear, dynamic (NTK), yarn (Peng 2023), llama3, longrope
+(Ding 2024), proportional (Gemma 4), and GGUF's table of factors. numpy only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoal.kinds.rope import RopeConfig
 
 
 def at_length(rope: RopeConfig, rotary_dim: int, max_position: int) -> RopeConfig:
-    """Returns the rope of all sequences in an engine for this many positions. Longrope has one of its two tables
-    then, and a dynamic rope one theta: with one for each length of a sequence, blocks of a shared prefix would
-    hold keys that were rotated by another."""
+    """Returns the rope of all sequences in an engine for this many positions. Longrope has one of its two
+    tables then, and a dynamic rope one theta: with one for each length of a sequence, blocks of a shared
+    prefix would hold keys that were rotated by another."""
     original = rope.original_max_position_embeddings
     if rope.kind == "longrope":
         factors = rope.long_factors if max_position > original else rope.factors

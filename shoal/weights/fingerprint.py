@@ -53,10 +53,11 @@ WHOLE_BYTES = 1 << 16  # files and tensors up to this size are hashed whole
 def weights_fingerprint(
     checksums: Sequence[Mapping[str, str]], config: ModelConfig, max_model_len: int
 ) -> bytes:
-    """Returns the fingerprint of weights in memory and of their KV. `checksums` are each rank's (weights/update.py), in rank
-    order, of its sharded, merged and packed tensors. So the fingerprint differs between tensor-parallel
-    sizes, dtypes and kinds of device, and if an engine keeps quantized weights packed: their blocks have
-    other shapes, or other rounding."""
+    """Returns the fingerprint of weights in memory and of their KV. `checksums` are each rank's
+    (weights/update.py), in rank order, of its sharded, merged and packed tensors. So the fingerprint differs
+    between tensor-parallel sizes, dtypes and kinds of device, and if an engine keeps quantized weights
+    packed: their blocks have other shapes, or other rounding. `max_model_len`: the engine's, on which some
+    ropes depend."""
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode(
             (_fields(_at_length(config, max_model_len)), [sorted(own.items()) for own in checksums])

@@ -175,10 +175,10 @@ class Scheduler:
                 "has ended"
             )
         if num_tokens + (not request.embed) > limit:
-            cache = f"the whole KV cache ({self.blocks.pool.num_blocks} blocks of {self._block_size})"
-            what = "max_model_len" if limit == self._max_model_len else cache
+            cache = f"the whole KV cache of {self.blocks.pool.num_blocks} blocks, {limit} tokens long,"
+            what = f"max_model_len {limit}" if limit == self._max_model_len else cache
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, and {what} {limit} must hold it"
+                f"the prompt has {num_tokens} tokens, and {what} must hold it"
                 f"{'' if request.embed else ' and at least one more'}; shorten it or raise the limit"
             )
 
