@@ -5,8 +5,9 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
@@ -93,20 +94,56 @@ def _headers(
     folder: Path, dtypes: Mapping[str, int], config: ModelConfig, naming: Naming
 ) -> dict[str, TensorHeader]:
     stored, found = ARCHITECTURES[config.architecture].tensors, {}
-    for _, headers in safetensors_headers(folder, dtypes, naming):
-        for name, header in headers.items():
-            for part in split(name, header.shape, stored, config):
-                found[part.name] = TensorHeader(header.dtype, part.shape)
+    headers = _whole_headers(folder, dtypes, naming)
+    crossed = _crossed_blocks(headers, config)
+    for name, header in headers.items():
+        shape = header.shape if name not in crossed else (crossed[name].rows, *header.shape[1:])
+        for part in split(name, shape, stored, config):
+            found[part.name] = TensorHeader(header.dtype, part.shape)
     return found
 
 
 def _tensors(
     folder: Path, dtypes: Mapping[str, int], config: ModelConfig, naming: Naming
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    stored = ARCHITECTURES[config.architecture].tensors
+    stored, crossed = ARCHITECTURES[config.architecture].tensors, {}
+    if config.quantization is not None:
+        crossed = _crossed_blocks(_whole_headers(folder, dtypes, naming), config)
     for name, tensor in safetensors_tensors(folder, dtypes, naming):
+        if (blocks := crossed.get(name)) is not None:
+            tensor = tensor.repeat_interleave(blocks.height, dim=0)[: blocks.rows]
         for part in split(name, tuple(tensor.shape), stored, config):
             yield part.name, part.take(tensor)
+
+
+def _whole_headers(folder: Path, dtypes: Mapping[str, int], naming: Naming) -> dict[str, TensorHeader]:
+    """The files' own headers, of tensors that may hold several matrices."""
+    files = safetensors_headers(folder, dtypes, naming)
+    return {name: header for _, headers in files for name, header in headers.items()}
+
+
+class _Blocks(NamedTuple):
+    """Blocks of a tensor whose rows share scales."""
+
+    rows: int  # the tensor's
+    height: int  # rows of a block
+
+
+def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) -> dict[str, _Blocks]:
+    """Returns the scales of blocks of rows of tensors that hold several matrices. A block may have rows of
+    two matrices, so each row gets a scale of its own before the tensor is split."""
+    stored, quantization = ARCHITECTURES[config.architecture].tensors, config.quantization
+    found = {}
+    for own in () if quantization is None else (quantization, *quantization.others):
+        marker, height = BY_NAME[own.layout].marker, own.block[0]
+        for name, header in headers.items() if height > 1 else ():
+            module, _, suffix = name.rpartition(".")
+            weight = headers.get(f"{module}.weight")
+            if suffix != marker or weight is None or header.shape[0] != -(-weight.shape[0] // height):
+                continue
+            if len(list(split(f"{module}.weight", weight.shape, stored, config))) > 1:
+                found[name] = _Blocks(weight.shape[0], height)
+    return found
 
 
 def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
@@ -127,6 +164,8 @@ def _matrices(
         if own is None:
             continue
         layout = BY_NAME[own.layout]
+        if own.block[0] > 1 and shapes[layout.marker][:1] == shapes.get("weight", ())[:1]:
+            own = replace(own, block=(1, own.block[1]))  # scales of `_crossed_blocks`
         try:
             stored = layout.tensors(*layout.matrix_shape(shapes), own)
         except (KeyError, ValueError):

@@ -135,10 +135,19 @@ def test_a_checkpoint_is_what_its_tool_unpacks(kind, tmp_path):
         assert torch.equal(tensor.to(unpacked[name].dtype), unpacked[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_matrix_that_holds_q_k_and_v_is_split_as_its_tool_unpacks_it(kind, tmp_path):
+CROSSED = dict(hidden_size=160, intermediate_size=224, num_attention_heads=5, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [*((kind, dict(hidden_size=512)) for kind in KINDS), ("fp8-blocks", CROSSED)],
+    ids=[*KINDS, "fp8-blocks across matrices"],
+)
+def test_a_matrix_that_holds_q_k_and_v_is_split_as_its_tool_unpacks_it(kind, own, tmp_path):
+    """Regression: gate and up of 224 rows each had the scales of other rows, and q, k and v whose rows are not
+    whole blocks were refused."""
     sizes = {key: size for key, size in quantized.SIZES.items() if key != "head_dim"}
-    config = transformers.Phi3Config(**sizes | dict(hidden_size=512), pad_token_id=0)
+    config = transformers.Phi3Config(**sizes | own, pad_token_id=0)
     unpacked = quantized.write(tmp_path, kind, config)
     files = CheckpointFiles(tmp_path)
     check_shapes(files)
