@@ -47,6 +47,13 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         router = Router(fields.count("top_k_experts"), renormalize=True, expert_scale=True)
         size = fields.count("moe_intermediate_size")
         experts = ExpertsKind(fields.count("num_experts"), size, router, Activation("gelu_tanh"))
+    per_layer_size = fields.count("hidden_size_per_layer_input", 0, least=0)
+    per_layer_vocab_size = fields.count("vocab_size_per_layer_input")
+    if per_layer_size and per_layer_vocab_size < config.vocab_size:
+        raise CheckpointError(
+            f"{fields.where}: vocab_size_per_layer_input must be at least vocab_size {config.vocab_size}, "
+            f"got {per_layer_vocab_size}; each token has an embedding for each layer"
+        )
     config = replace(
         config,
         layers=_shared(layers, config, fields),
@@ -56,8 +63,8 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         o_bias=bias,
         embedding_multiplier=config.hidden_size**0.5,
         logits_softcap=fields.number_or_none("final_logit_softcapping"),
-        per_layer_size=fields.count("hidden_size_per_layer_input", 0, least=0),
-        per_layer_vocab_size=fields.count("vocab_size_per_layer_input"),
+        per_layer_size=per_layer_size,
+        per_layer_vocab_size=per_layer_vocab_size,
     )
     return with_experts(config, fields, experts)
 

@@ -66,3 +66,16 @@ def test_experts_with_an_activation_that_they_do_not_compute_are_refused():
     )  # fmt: skip
     with pytest.raises(CheckpointError, match="hidden_act"):
         config_from_json(fields, "test")
+
+
+def test_tokens_of_gemma_4_without_embeddings_of_layers_are_refused():
+    """Regression: such a token read beyond the table, which ended the engine."""
+    fields = dict(
+        architectures=["Gemma4ForCausalLM"], vocab_size=300, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=6, num_attention_heads=4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=299,
+    )  # fmt: skip
+    with pytest.raises(
+        CheckpointError, match="vocab_size_per_layer_input must be at least vocab_size 300, got 299"
+    ):
+        config_from_json(fields, "test")
+    assert config_from_json(fields | dict(hidden_size_per_layer_input=0), "test").per_layer_size == 0
