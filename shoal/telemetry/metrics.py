@@ -44,6 +44,21 @@ LATENCY_SECONDS = tuple(
 )
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
+# A field of KvTierStats -> the text of its metric
+TIER_GAUGES = {
+    "used_bytes": "Bytes of the tier that are in use.",
+    "capacity_bytes": "Bytes that the tier has room for; 0: unknown.",
+    "fetch_seconds_per_block": "Seconds to fetch a KV block to the device, as measured lately.",
+    "store_seconds_per_block": "Seconds to store a KV block, as measured lately; 0: nothing was stored yet.",
+}
+TIER_COUNTERS = {
+    "stored_blocks": "KV blocks that came from above.",
+    "stored_bytes": "Bytes of KV blocks that came from above.",
+    "fetched_blocks": "KV blocks brought back to the device.",
+    "fetched_bytes": "Bytes of KV blocks brought back to the device.",
+    "failed_blocks": "KV blocks whose transfer failed.",
+    "trial_fetches": "Fetches of a few blocks to measure a tier that looked slower than computing.",
+}
 # The methods and buckets of prometheus-fastapi-instrumentator, which vLLM's server uses.
 HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 HTTP_SECONDS = (0.1, 0.5, 1.0)
@@ -307,69 +322,10 @@ class ModelMetrics:
             labels=LABELS,
         )
         yield self._one(compute, stats.kv_compute_seconds_per_block)
-        labels, tiers = (*LABELS, "tier"), stats.kv_tiers
-        for name, text, values in (
-            (
-                "used_bytes",
-                "Bytes of the tier that are in use.",
-                {tier: one.used_bytes for tier, one in tiers.items()},
-            ),
-            (
-                "capacity_bytes",
-                "Bytes that the tier has room for; 0: unknown.",
-                {tier: one.capacity_bytes for tier, one in tiers.items()},
-            ),
-            (
-                "fetch_seconds_per_block",
-                "Seconds to fetch a KV block to the device, as measured lately.",
-                {tier: one.fetch_seconds_per_block for tier, one in tiers.items()},
-            ),
-            (
-                "store_seconds_per_block",
-                "Seconds to store a KV block, as measured lately; 0: nothing was stored yet.",
-                {tier: one.store_seconds_per_block for tier, one in tiers.items()},
-            ),
-        ):
-            gauge = GaugeMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
-            for tier, value in values.items():
-                gauge.add_metric((*self.labels, tier), value)
-            yield gauge
-        for name, text, values in (
-            (
-                "stored_blocks",
-                "KV blocks that came from above.",
-                {tier: one.stored_blocks for tier, one in tiers.items()},
-            ),
-            (
-                "stored_bytes",
-                "Bytes of KV blocks that came from above.",
-                {tier: one.stored_bytes for tier, one in tiers.items()},
-            ),
-            (
-                "fetched_blocks",
-                "KV blocks brought back to the device.",
-                {tier: one.fetched_blocks for tier, one in tiers.items()},
-            ),
-            (
-                "fetched_bytes",
-                "Bytes of KV blocks brought back to the device.",
-                {tier: one.fetched_bytes for tier, one in tiers.items()},
-            ),
-            (
-                "failed_blocks",
-                "KV blocks whose transfer failed.",
-                {tier: one.failed_blocks for tier, one in tiers.items()},
-            ),
-            (
-                "trial_fetches",
-                "Fetches of a few blocks to measure a tier that looked slower than computing.",
-                {tier: one.trial_fetches for tier, one in tiers.items()},
-            ),
-        ):
-            counter = CounterMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
-            for tier, value in values.items():
-                counter.add_metric((*self.labels, tier), value)
-            yield counter
+        for family, texts in ((GaugeMetricFamily, TIER_GAUGES), (CounterMetricFamily, TIER_COUNTERS)):
+            for name, text in texts.items():
+                values = {tier: getattr(one, name) for tier, one in stats.kv_tiers.items()}
+                yield self._by("kv_tier_" + name, text, "tier", values, family)
 
     def _peers(self, stats: Stats) -> Iterable[Metric]:
         """Yields the metrics of KV blocks that are exchanged with other workers, if any are."""
@@ -399,12 +355,19 @@ class ModelMetrics:
             text = "Requests that computed KV blocks which another worker had, by what went wrong."
             yield self._by("kv_transfer_failures", text, "kind", stats.kv_transfer_failures)
 
-    def _by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A counter for each value of a label."""
-        family = CounterMetricFamily("shoal:" + name, text, labels=(*LABELS, label))
+    def _by(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+        family: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        """A metric with a value for each value of a label."""
+        found = family("shoal:" + name, text, labels=(*LABELS, label))
         for key, value in values.items():
-            family.add_metric((*self.labels, key), value)
-        return family
+            found.add_metric((*self.labels, key), value)
+        return found
 
     def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(self.labels, value)
