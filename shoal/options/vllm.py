@@ -36,11 +36,6 @@ class VllmOption:
     why: str = ""
     instead: str = ""
 
-    @property
-    def is_refusable(self) -> bool:
-        """True if some of its values are refused."""
-        return not self.own and self.accepted is not None
-
     def asks_for_nothing(self, value: Any) -> bool:
         return value is None or value == [] or self.accepted is None or value in self.accepted
 
@@ -129,7 +124,6 @@ NO_PLUGINS = "leave it out: external code is not loaded"
 BY_STAGES = "use --tensor-parallel-size {value}, which shares each layer among the devices"
 ITS_OWN_NOISE = "a draft holds if it equals the token sampled in its place, with the noise of that place"
 HEAD_AS_MODEL = "a draft head runs as the model does"
-FROM_HERE_ON = "the wire and files of vLLM's engines; leave it out"
 
 # Options of `vllm serve` for the server.
 SERVER_OPTIONS: tuple[VllmOption, ...] = (
@@ -598,7 +592,6 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
 )
 
 ALL_OPTIONS = (*SERVER_OPTIONS, *ENGINE_OPTIONS, *EARLIER_OPTIONS)
-NAME_TO_OPTION = {option.name: option for option in (*ALL_OPTIONS, *NESTED_OPTIONS)}
 
 
 def value_of(text: str) -> Any:
