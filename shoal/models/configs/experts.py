@@ -25,6 +25,16 @@ def with_experts(config: ModelConfig, fields: ConfigFields, experts: ExpertsKind
     )
 
 
+def routed_experts(fields: ConfigFields, router: Router) -> ExpertsKind:
+    """The experts of DeepSeek V2 and of the models after it."""
+    return ExpertsKind(
+        fields.count("n_routed_experts"),
+        fields.count("moe_intermediate_size"),
+        router,
+        shared=shared_experts(fields, "n_shared_experts"),
+    )
+
+
 def shared_experts(fields: ConfigFields, key: str) -> SharedExpert | None:
     """The shared expert of a config that says how many experts wide it is."""
     count = fields.count(key, 0, least=0)

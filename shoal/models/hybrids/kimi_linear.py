@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.kinds.experts import ExpertsKind
 from shoal.kinds.recurrent import ChannelDeltaKind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.configs.latent import with_latents
 from shoal.models.configs.layers import FULL, LINEAR
@@ -60,13 +59,7 @@ def from_gguf(fields: ConfigFields) -> Mapping[str, Any]:
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     check_fixed(fields, FIXED)
     config = with_latents(config.with_attention(rope=None), fields)
-    experts = ExpertsKind(
-        fields.count("n_routed_experts"),
-        fields.count("moe_intermediate_size"),
-        sigmoid_router(fields),
-        shared=shared_experts(fields, "n_shared_experts"),
-    )
-    return with_experts(config, fields, experts)
+    return with_experts(config, fields, routed_experts(fields, sigmoid_router(fields)))
 
 
 ARCHITECTURE = Architecture(

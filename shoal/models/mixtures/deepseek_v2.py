@@ -4,10 +4,10 @@ all, or out of the groups with the best expert (`topk_method`)."""
 from __future__ import annotations
 
 from shoal.errors import CheckpointError
-from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.experts import Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.experts import routed_experts, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.latent import with_latents
 from shoal.models.gguf_names.experts import LATENT_KEYS, LATENT_TENSORS, SIGMOID, latents
@@ -30,13 +30,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         group_score="maximum",
         float32=True,
     )
-    experts = ExpertsKind(
-        fields.count("n_routed_experts"),
-        fields.count("moe_intermediate_size"),
-        router,
-        shared=shared_experts(fields, "n_shared_experts"),
-    )
-    return with_experts(with_latents(config, fields), fields, experts)
+    return with_experts(with_latents(config, fields), fields, routed_experts(fields, router))
 
 
 ARCHITECTURE = Architecture(

@@ -3,10 +3,9 @@ router is a sigmoid with a correction bias, in groups."""
 
 from __future__ import annotations
 
-from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.configs.latent import with_latents
 
@@ -16,13 +15,7 @@ FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq":
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     check_fixed(fields, FIXED)
-    experts = ExpertsKind(
-        fields.count("n_routed_experts"),
-        fields.count("moe_intermediate_size"),
-        sigmoid_router(fields),
-        shared=shared_experts(fields, "n_shared_experts"),
-    )
-    return with_experts(with_latents(config, fields), fields, experts)
+    return with_experts(with_latents(config, fields), fields, routed_experts(fields, sigmoid_router(fields)))
 
 
 ARCHITECTURE = Architecture(

@@ -5,23 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.gguf_names.experts import EXPERT_KEYS, EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    experts = ExpertsKind(
-        fields.count("n_routed_experts"),
-        fields.count("moe_intermediate_size"),
-        sigmoid_router(fields),
-        shared=shared_experts(fields, "n_shared_experts"),
-    )
     config = replace(config, qk_norm=fields.flag("use_qk_norm"), qkv_bias=fields.flag("attention_bias"))
-    return with_experts(config, fields, experts)
+    return with_experts(config, fields, routed_experts(fields, sigmoid_router(fields)))
 
 
 ARCHITECTURE = Architecture(

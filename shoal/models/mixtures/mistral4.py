@@ -5,24 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.kinds.experts import ExpertsKind
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
-from shoal.models.configs.experts import shared_experts, sigmoid_router, with_experts
+from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.latent import with_latents
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     router = replace(sigmoid_router(fields), scores="softmax", correction=False, float32=False)
-    experts = ExpertsKind(
-        fields.count("n_routed_experts"),
-        fields.count("moe_intermediate_size"),
-        router,
-        shared=shared_experts(fields, "n_shared_experts"),
-    )
-    return with_experts(with_latents(config, fields), fields, experts)
+    return with_experts(with_latents(config, fields), fields, routed_experts(fields, router))
 
 
 ARCHITECTURE = Architecture(
