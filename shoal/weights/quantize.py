@@ -1,17 +1,19 @@
 """`shoal quantize`: a checkpoint with its layers' matrices in fewer bits, in the format of
 compressed-tensors, which vLLM and transformers read as well.
 
-Tensors come, are rounded and are written one by one, into as many files as there were. Embeddings, norms, the
-output head and a mixture's router stay as they are.
+Tensors are read, rounded and written one by one, under their own names, into as many files as there were.
+Embeddings, norms, the output head, a mixture's router, and encoders of images and sounds stay as they are;
+draft heads are left out.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,16 @@ from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
 from shoal.models.registry import BY_NAME
 from shoal.weights.hub import HUB_FILES
 from shoal.weights.loader import check_shapes
-from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
+from shoal.weights.safetensors import (
+    DRAFT_HEAD,
+    DTYPES,
+    INDEX,
+    OTHER_PART,
+    PACKED_DTYPES,
+    TensorHeader,
+    safetensors_headers,
+    text_name,
+)
 from shoal.weights.source import CheckpointFiles
 
 LARGEST_INT4 = 15
@@ -40,6 +51,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.uint8: "U8",
 }
 Tensors = dict[str, torch.Tensor]
 
@@ -56,14 +68,18 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     if target.exists():
         raise ConfigError(f"the folder {target} exists; remove it, or name another one with --output")
     check_shapes(files)
-    shards = list(safetensors_headers(files.folder))
+    shards = list(safetensors_headers(files.folder, DTYPES | PACKED_DTYPES, _written))
     matrices: set[str] = set()
+    stored = BY_NAME[files.config.architecture].tensors
     for _, headers in shards:
         for name, header in headers.items():
-            parts = list(split(name, header.shape, BY_NAME[files.config.architecture].tensors, files.config))
+            if (own := text_name(name)) is None:
+                continue
+            parts = list(split(own, header.shape, stored, files.config))
             if not is_projection(parts[0].name):
                 continue
-            if len(parts) > 1:
+            is_cut = len(parts) > 1 and to == "int4" and any(part.shape[0] % 8 for part in parts)
+            if len(header.shape) != 2 or is_cut:  # eight outputs' zero points are one number
                 raise CheckpointError(
                     f"{name} holds {len(parts)} matrices in one tensor, which are not rounded one by one; "
                     "load the checkpoint with quantization 'fp8' in place of this"
@@ -83,6 +99,11 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error}; name another folder with --output") from None
     return target
+
+
+def _written(name: str) -> str | None:
+    """The Naming of the tensors to write."""
+    return None if DRAFT_HEAD.match(name) else name
 
 
 def _write_folder(
@@ -109,12 +130,14 @@ def _write_folder(
             if path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
                 shutil.copyfile(path, target / path.name)
     config = read_object(files.folder / "config.json")
-    config["quantization_config"] = quantization_config(to, group_size)
+    others = {found[0] for _, headers in shards for name in headers if (found := OTHER_PART.match(name))}
+    config["quantization_config"] = quantization_config(to, group_size, sorted(others))
     (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def quantization_config(to: str, group_size: int) -> dict[str, Any]:
-    """Returns the `quantization_config` of config.json for this quantization."""
+def quantization_config(to: str, group_size: int, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the `quantization_config` of config.json for this quantization. `others`: beginnings of the
+    names of modules that stay as they are."""
     activations: dict[str, Any] | None = None
     if to == "fp8":
         weights: dict[str, Any] = dict(
@@ -131,7 +154,7 @@ def quantization_config(to: str, group_size: int) -> dict[str, Any]:
         format=FP8 if to == "fp8" else INT4,
         quantization_status="compressed",
         config_groups=dict(group_0=group),
-        ignore=["lm_head", "re:.*mlp.gate$"],
+        ignore=["lm_head", "re:.*mlp.gate$", *(f"re:{re.escape(name)}.*" for name in others)],
     )
 
 
@@ -183,20 +206,20 @@ def _write(
     A matrix's output shapes follow from its own shape, so the header is written first."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, header in headers.items():
-        dtype = next(dtype for dtype, known in NAMES.items() if known == header.dtype)
-        shape = torch.empty(header.shape, dtype=dtype, device="meta")
-        for part, tensor in _become(name, shape, matrices, rounding):
-            size = tensor.numel() * tensor.itemsize
-            described[part] = {
-                "dtype": NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + size],
-            }
-            end += size
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)
     with safetensors.safe_open(source, framework="pt", device="cpu") as file, target.open("wb") as out:
+        for name, header in headers.items():
+            dtype = next(dtype for dtype, known in NAMES.items() if known == header.dtype)
+            shape = torch.empty(file.get_slice(name).get_shape(), dtype=dtype, device="meta")
+            for part, tensor in _become(name, shape, matrices, rounding):
+                size = tensor.numel() * tensor.itemsize
+                described[part] = {
+                    "dtype": NAMES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [end, end + size],
+                }
+                end += size
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % 8)
         out.write(struct.pack("<Q", len(text)) + text)
         for name in headers:
             for _, tensor in _become(name, file.get_tensor(name), matrices, rounding):

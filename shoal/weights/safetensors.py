@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
-MAX_DIMS = 4
+MAX_DIMS = 5  # that convolutions over time have
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Span = tuple[Path, int, int]  # a file, and a tensor's first byte in it and its end
 # The text model within a multimodal one, by the prefixes of old and new checkpoints.
@@ -34,6 +34,7 @@ TEXT_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 OTHER_PART = re.compile(
     r"(?:model\.)?(?:vision|visual|image|audio|embed_vision|embed_audio|multi_modal|mm_|patch_merger|mtp[._])"
 )
+DRAFT_HEAD = re.compile(r"(?:model\.)?mtp[._]")
 # Prefixes of some families -> what other families have.
 PREFIXES = {
     "model.embedding_norm.": "model.norm.",

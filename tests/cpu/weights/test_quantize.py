@@ -4,6 +4,7 @@ was."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -19,6 +20,7 @@ from shoal.weights.quantize import quantize
 from shoal.weights.safetensors import INDEX
 from shoal.weights.source import CheckpointFiles
 from tests import quantized, tiny
+from tests.tiny_families import write_family
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,30 @@ def test_transformers_reads_what_is_written_as_the_engine_does(to, plain, tmp_pa
         assert torch.equal(unpacked.bfloat16(), theirs.bfloat16()), name
         most = before[name].float().abs().amax(1, keepdim=True)
         assert ((unpacked - before[name].float()).abs() <= STEPS[to] * most + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", ["gemma3-vision", "qwen3.5-vision", "ministral3-vision"])
+def test_a_multimodal_checkpoint_keeps_its_encoders_and_names(name, tmp_path):
+    """Regression: its tensors were looked for under the names of a causal model, and encoders were left out."""
+    folder = write_family(tmp_path, name)
+    quantize(CheckpointFiles(folder), "fp8", tmp_path / "out")
+    check_shapes(CheckpointFiles(tmp_path / "out"))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    before = {key: tensor for key, tensor in before.items() if not key.startswith("mtp.")}
+    assert before.keys() == {key for key in after if not key.endswith("_scale")}
+    rounded = {key for key in before if after[key].dtype == torch.float8_e4m3fn}
+    assert len(rounded) == sum(key.endswith("_scale") for key in after) > 10
+    assert all("language_model." in key for key in rounded)
+    assert ("model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in rounded) == ("qwen" in name)
+    assert all(torch.equal(before[key], after[key]) for key in before.keys() - rounded)
+    assert any("vision" in key or "visual" in key for key in after)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    ignored = [rule.removeprefix("re:") for rule in config["quantization_config"]["ignore"][2:]]
+    assert ignored and all(
+        any(re.match(rule, key) for rule in ignored)
+        for key in after
+        if "language_model." not in key and "lm_head" not in key
+    )
 
 
 def test_the_tokenizer_and_an_index_of_the_new_tensors_come_along(plain, tmp_path):
