@@ -4,10 +4,10 @@ volume; where a volume is shared, TRITON_CACHE_DIR and XDG_CACHE_HOME do the sam
 
     URL / platform / name.tar
 
-Compiled code is stored in shoal's cache folder: C libraries, and Triton's folder of kernels, one subfolder
-each. Their names say what they were compiled from, by which compiler and for which processor, so copies never
-clash, and a wrong one is never used. Engines run what this store holds, so write access to it must be
-restricted: docs/security.md.
+Compiled code is stored in shoal's cache folder: C libraries, functions in CUDA C++, and Triton's folder of
+kernels, one subfolder each. Their names say what they were compiled from, by which compiler and for which
+processor, so copies never clash, and a wrong one is never used. Engines run what this store holds, so write
+access to it must be restricted: docs/security.md.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ OPTION = "compile_cache"
 THREADS = 8
 DOWNLOAD_S = 60.0  # A store that answers slowly must not make a start slower than compiling does.
 TRITON = "triton-"  # begins the names of Triton's kernels
+LIBRARIES = ".so", ".cubin"  # ends the names of C libraries, and of functions in CUDA C++
 GROUP = "__grp__"  # begins the file of a kernel that lists its others, with their whole paths
 
 
@@ -162,7 +163,7 @@ def platform_name() -> str:
 
 def local_names() -> list[str]:
     """Names of the complete kernels and libraries in the local cache."""
-    libraries = [path.name for path in kernel_folder().glob("*.so")]
+    libraries = [path.name for path in kernel_folder().iterdir() if path.suffix in LIBRARIES]
     return libraries + [TRITON + path.name for path in _triton_folder().glob("*") if _is_whole(path)]
 
 
@@ -215,8 +216,9 @@ def _moved(group: bytes, folder: Path) -> bytes:
 def _path_of(name: str) -> Path:
     kernel = name.removeprefix(TRITON)
     is_name = Path(kernel).name == kernel and kernel != ".."
-    if not is_name or not (name.startswith(TRITON) or name.endswith(".so")):
-        raise ValueError(f"a kernel or library must be named *.so or {TRITON}*, got {name!r}")
+    if not is_name or not (name.startswith(TRITON) or name.endswith(LIBRARIES)):
+        kinds = ", ".join(f"*{suffix}" for suffix in LIBRARIES)
+        raise ValueError(f"a kernel or library must be named {kinds} or {TRITON}*, got {name!r}")
     if name.startswith(TRITON):
         return _triton_folder() / kernel
     return kernel_folder() / name

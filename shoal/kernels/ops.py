@@ -120,6 +120,23 @@ class Ops(Protocol):
         query_scaling: QueryScaling | None = None,
     ) -> None: ...
 
+    def attend_new_tokens(
+        self,
+        qkv_TX: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        rows_T: torch.Tensor,
+        block_tables_RM: torch.Tensor,
+        cache: LayerCache,
+        kv_lens_T: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """None where there is no such kernel: qk_norm_rope_store and a backend do the same."""
+        ...
+
     def gate_output(self, out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor: ...
 
     def latent_norm_rope_store(

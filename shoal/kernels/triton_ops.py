@@ -1,6 +1,7 @@
 """The ops on a GPU: see ops.py for the list, the reference.py of each room for what each means."""
 
 from shoal.kernels.activation import embed, gate_mul, soft_cap
+from shoal.kernels.attention.new_tokens import attend_new_tokens
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints, copy_rows
 from shoal.kernels.branches import fork_norms, join_norms
 from shoal.kernels.gate import gate_output
@@ -32,6 +33,7 @@ __all__ = [
     "add_normed",
     "add_rms_norm",
     "apply_updates",
+    "attend_new_tokens",
     "ban_stops",
     "ban_words",
     "begin_decode",

@@ -64,6 +64,8 @@ class Attention(nn.Module):
         self.q_norm = build_head_norm(config, kind, ops)
         self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
         self.sinks = HeadNumbers(kind.num_heads, tp) if kind.sinks else None
+        additions = kind.softcap, kind.sinks, kind.qk_rms, kind.v_norm, kind.query_scaling
+        self.is_plain = not any(additions) and kind.kv_layer is None and not kind.v_is_k
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of each head of q and of k, which are part of the fused pass."""
@@ -99,17 +101,15 @@ class Attention(nn.Module):
         [T, H * N], and returns it with the residual. There is q alone if another layer stores k and v.
         `select_S` restricts both to the selected tokens. If it selects nothing, the first result is None."""
         h, g, n = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        q_norm, k_norm = self.head_norms()
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in self.head_norms())
+        tokens = step.positions_T, step.rows_T, step.block_tables[cache.table]
+        inputs = qkv, q_norm, k_norm, self.eps, cos_sin, *tokens, cache
+        if self.is_plain and select_S is None and step.num_decodes == len(qkv):  # a token of each sequence
+            out = self.ops.attend_new_tokens(*inputs, step.kv_lens_S, self.shape.scale)
+            if out is not None:
+                return out, residual_TD
         self.ops.qk_norm_rope_store(
-            qkv,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            self.eps,
-            cos_sin,
-            step.positions_T,
-            step.rows_T,
-            step.block_tables[cache.table],
-            cache,
+            *inputs,
             self.backend.reads_k(cache),
             stores=self.kind.kv_layer is None,
             v_norm=self.kind.v_norm,
@@ -125,7 +125,5 @@ class Attention(nn.Module):
             q_THN, k_TGN, v_TGN = qkv.view(-1, h, n), None, None
         sinks_H = None if self.sinks is None else self.sinks.values_H
         out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, select_S is not None, sinks_H)
-        out, residual = out_THN.view(-1, h * n), residual_TD
-        if select_S is not None:
-            out, residual = out[select_S], residual[select_S]
-        return out, residual
+        out = out_THN.view(-1, h * n)
+        return (out, residual_TD) if select_S is None else (out[select_S], residual_TD[select_S])

@@ -99,11 +99,11 @@ class ModelRunner:
         # Steps with at least this many decodes look for groups that share a prefix. None: no step does.
         self.share_from = backend.share_from if may_share_prefixes(config, plan) else None
         self.mixed_shapes = captured_shapes(self.model, backend, config, self.share_from)
-        # With tiers, the device's copy engines may be busy with large copies of blocks, behind which a step's
-        # small copies would wait. There a kernel makes them.
+        # A kernel downloads tokens, because a copy engine keeps the next step waiting 5 us longer. With tiers
+        # the engines may be busy with large copies of blocks, so a kernel makes uploads there, too.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
         num_ints = self.max_num_seqs * (1 if self.drafting is None else self.drafting.report_size)
-        buffers = StepBuffers(num_ints, self.max_num_tokens, self.device, copy)
+        buffers = StepBuffers(num_ints, self.max_num_tokens, self.device, copy, ops.copy_ints)
         # Sizes of the chunks in which a step samples from whole rows, small to large.
         self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
         with self.regions.holding("kv_cache"):

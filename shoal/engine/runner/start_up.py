@@ -19,6 +19,7 @@ from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.runner.steps import Steps
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
+from shoal.layers.attention import Attention
 
 # Prompt length used to measure `seconds_per_prompt_token`.
 MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
@@ -41,6 +42,7 @@ def compile_ahead(runner: ModelRunner) -> None:
     kind shows whether any kernel is missing on disk. If one is missing on any rank, all ranks go on to
     the other steps, because they compute together."""
     graphs = () if runner.config.enforce_eager else _new_graphs(runner)
+    _prepare_new_tokens(runner)
     with compiling_ahead() as compiled, runner.model.one_layer_of_each_kind():
         rehearse(runner.steps, 1, 1)
         for steps in graphs:
@@ -52,6 +54,15 @@ def compile_ahead(runner: ModelRunner) -> None:
                 steps.rehearse()
     runner.state.reset()
     torch.cuda.empty_cache()  # a region may need this memory
+
+
+def _prepare_new_tokens(runner: ModelRunner) -> None:
+    """Begins to compile attention of a few new tokens, which Triton does not."""
+    from shoal.kernels.attention import new_tokens
+
+    plain = (layer for layer in runner.model.modules() if isinstance(layer, Attention) and layer.is_plain)
+    for shape in {layer.shape for layer in plain}:
+        new_tokens.prepare(runner.device, shape.num_heads, shape.num_kv_heads, shape.head_dim)
 
 
 @torch.inference_mode()

@@ -20,16 +20,18 @@ def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 class StepBuffers:
-    """`copy` copies between the device and pinned memory in stream order, without waiting. On a CPU a step is
-    read in place, and its tokens are copied at once."""
+    """On a CPU a step is read in place, and its tokens are copied at once."""
 
-    def __init__(self, max_num_ints: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
+    def __init__(
+        self, max_num_ints: int, max_num_tokens: int, device: torch.device, upload: Copy, download: Copy
+    ) -> None:
         """`max_num_ints`: the most int32s that a step downloads. `max_num_tokens`: the tokens of the largest
-        step."""
-        self.copy = copy
+        step. `upload` and `download` copy between pinned memory and the device in stream order, without
+        waiting."""
+        self.copy, self._download = upload, download
         on_gpu = device.type == "cuda"
         first_size = min(FIRST_SIZE, INTS_PER_TOKEN * max_num_tokens)
-        self._inputs = _InputRing(first_size, device, copy) if on_gpu else None
+        self._inputs = _InputRing(first_size, device, upload) if on_gpu else None
         self._tokens = [
             torch.zeros(max_num_ints, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
         ]
@@ -51,7 +53,7 @@ class StepBuffers:
         now), and are overwritten RING steps later."""
         on_host = self._tokens[self._num_steps % RING][: tokens_S.shape[0]]
         self._num_steps += 1
-        self.copy(on_host, tokens_S)
+        self._download(on_host, tokens_S)
         if tokens_S.device.type == "cpu":
             return on_host, None
         done = torch.cuda.Event()
@@ -60,7 +62,7 @@ class StepBuffers:
 
     def rehearse(self, tokens_S: torch.Tensor) -> None:
         """Launches what `download` does, for the host to load its kernel."""
-        self.copy(self._tokens[0][: tokens_S.shape[0]], tokens_S)
+        self._download(self._tokens[0][: tokens_S.shape[0]], tokens_S)
 
 
 class _InputRing:

@@ -31,6 +31,7 @@ __all__ = [
     "add_normed",
     "add_rms_norm",
     "apply_updates",
+    "attend_new_tokens",
     "ban_stops",
     "ban_words",
     "begin_decode",
@@ -166,6 +167,23 @@ def soft_cap(logits_SV: torch.Tensor, cap: float) -> None:
         return
     rows, size = logits_SV.shape
     LIBRARY.shoal_soft_cap(logits_SV.data_ptr(), rows, size, cap)
+
+
+def attend_new_tokens(
+    qkv_TX: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    positions_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    cache: LayerCache,
+    kv_lens_T: torch.Tensor,
+    scale: float,
+) -> torch.Tensor | None:
+    """A launch costs nothing here, so there is no such kernel."""
+    return None
 
 
 def qk_norm_rope_store(

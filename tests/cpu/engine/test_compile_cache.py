@@ -56,14 +56,15 @@ def test_what_one_machine_compiled_the_next_has(machine, tmp_path):
     url = f"file://{tmp_path}/store"
     first = machine("first")
     compile_library(first)
+    compile_library(first, "attention-1.cubin")
     compile_kernel(first, "AAAA")
     assert CompileCache(url).download() == 0
-    assert CompileCache(url).upload() == 2
+    assert CompileCache(url).upload() == 3
     assert CompileCache(url).upload() == 0  # it is there
     second = machine("second")
-    assert CompileCache(url).download() == 2
+    assert CompileCache(url).download() == 3
     assert (second / "cpu-1.so").read_bytes() == (first / "cpu-1.so").read_bytes()
-    assert sorted(local_names()) == ["cpu-1.so", "triton-AAAA"]
+    assert sorted(local_names()) == ["attention-1.cubin", "cpu-1.so", "triton-AAAA"]
     paths = json.loads((second / "triton/AAAA/__grp__k.json").read_text())["child_paths"]
     assert paths == {name: str(second / "triton/AAAA" / name) for name in ("k.cubin", "k.json")}
     assert all(Path(path).read_bytes() == name.encode() for name, path in paths.items())

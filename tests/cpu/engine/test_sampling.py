@@ -212,7 +212,7 @@ def test_whole_rows_beyond_one_chunk_are_all_drawn():
 def test_a_step_with_more_uploads_than_buffers_is_refused():
     """Regression: nothing held that the uploads of a step fit into the ring, whose first buffer the next one
     would have overwritten."""
-    buffers = StepBuffers(4, 8, CPU, queue_copy)
+    buffers = StepBuffers(4, 8, CPU, queue_copy, queue_copy)
     for _ in range(3):
         buffers.begin_step()
         for _ in range(RING):

@@ -1,0 +1,372 @@
+// Norms, rotation, cache write and attention of one new token of each of a few sequences, in one launch.
+// new_tokens.py launches it, says what it is for, and defines NEW_H query heads, NEW_G kv heads, NEW_N numbers of a head,
+// NEW_CLUSTER programs of a cluster, NEW_SLOTS blocks of a warp on their way.
+//
+// A cluster of programs has one kv head of a sequence and shares its keys. Each warp has blocks of 16 keys and values
+// on their way to shared memory before the matmul for q, k and v has ended, since all but the newest token's lie in the
+// cache. Results meet in the programs' shared memory, so there is no second launch, no counter and no workspace.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+constexpr int H = NEW_H, G = NEW_G, N = NEW_N, CLUSTER = NEW_CLUSTER, SLOTS = NEW_SLOTS;
+constexpr int GROUP = H / G, HALF = N / 2, PAIRS = HALF / 32;
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int KEYS = 16;         // of a block of the cache
+constexpr int CHUNKS = N / 8;    // of a key, 16 bytes each
+constexpr int PART = GROUP * N / CLUSTER;  // outputs that a program writes
+constexpr int JOBS = (GROUP + 2 + WARPS - 1) / WARPS;  // heads of q, k or v that a warp norms and rotates
+constexpr float LOWEST = -1e30f;
+
+#ifndef EMULATED  // A test runs this file on a CPU, with functions of its own in place of these.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ u16 narrow(float x) {
+  u16 v;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
+  return v;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// What earlier kernels wrote is read past the L1 cache.
+__device__ __forceinline__ u16 load_one(const u16* p) {
+  u16 v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int load_int(const int* p) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Copies 16 bytes into shared memory, or zeros.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until this thread has at most `LEFT` groups of copies on their way.
+template <int LEFT>
+__device__ __forceinline__ void wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Four matrices of 8 x 8: lane l brings the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// c += a b by tensor cores, where rows 8 to 15 of a are zeros.
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+}
+
+// Writes to the shared memory of another program of the cluster.
+__device__ __forceinline__ void store_remote(float* p, int rank, float v) {
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(
+                   shared_address(p)),
+               "r"(rank), "f"(v)
+               : "memory");
+}
+__device__ __forceinline__ void cluster_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float rounded(float x) { return widen(narrow(x)); }
+__device__ __forceinline__ u32 pair_of(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
+
+struct Arguments {
+  const u16* qkv;        // [T, (H + 2G) * N]
+  const u16* q_norm;     // [N] or null
+  const u16* k_norm;
+  const float* cos_sin;  // [positions, N] or null
+  const int* positions;  // [T]
+  const int* rows;       // [T]
+  const int* lens;       // [T], with the new token
+  const int* tables;
+  u16* cache;
+  u16* out;              // [T, H * N]
+  i64 table_stride, block_stride, kv_stride, head_stride;
+  float eps, scale_log2;
+  int window;            // 0: none
+};
+
+struct Shared {
+  u16 keys[WARPS][SLOTS][KEYS * N];
+  u16 values[WARPS][SLOTS][KEYS * N];
+  u16 q[8 * N];
+  u16 new_key[N], new_value[N];
+  float parts[WARPS][GROUP][N];
+  float highest[WARPS][GROUP], totals[WARPS][GROUP];
+  float received[CLUSTER][PART], received_highest[CLUSTER][GROUP], received_total[CLUSTER][GROUP];
+};
+
+// Where chunk c of row r lies, so that eight rows' chunks lie in different banks.
+__device__ __forceinline__ int place_of(int r, int c) { return r * N + ((c ^ (r & 7)) * 8); }
+
+struct Blocks {
+  const int* table;
+  const u16* cache;  // of this kv head
+  i64 block_stride, kv_stride;
+  int first, begin, end, newest;  // the position where blocks begin; keys [begin, end), of which the newest is not stored
+
+  __device__ __forceinline__ void load(int block, u16* keys, u16* values, int lane) const {
+    int at = first + block * KEYS;
+    if (at < end) {
+      const u16* from = cache + load_int(table + at / KEYS) * block_stride;
+#pragma unroll
+      for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
+        int key = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+        bool there = at + key >= begin && at + key < end && at + key != newest;
+        const u16* p = from + key * N + chunk * 8;
+        copy_async(keys + place_of(key, chunk), p, there);
+        copy_async(values + place_of(key, chunk), p + kv_stride, there);
+      }
+    }
+    end_group();
+  }
+};
+
+// The norm of a head of q or k, and its rotation, rounded as rope.py does. A lane has the pairs of its PAIRS places.
+__device__ __forceinline__ void norm_and_rotate(u16 (&raw)[2][PAIRS], const float (&weight)[2][PAIRS], const float (&cosine)[PAIRS],
+                                                const float (&sine)[PAIRS], bool norms, float eps) {
+  float x[2][PAIRS], squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    x[0][i] = widen(raw[0][i]), x[1][i] = widen(raw[1][i]);
+    squares += x[0][i] * x[0][i] + x[1][i] * x[1][i];
+  }
+  if (norms) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) squares += __shfl_xor_sync(~0u, squares, step);
+    float scale = rsqrtf(squares / N + eps);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) x[half][i] = rounded(rounded(x[half][i] * scale) * weight[half][i]);
+  }
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    raw[0][i] = narrow(x[0][i] * cosine[i] - x[1][i] * sine[i]);
+    raw[1][i] = narrow(x[1][i] * cosine[i] + x[0][i] * sine[i]);
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, SLOTS == 1 ? 2 : 1) attend_new_tokens(const Arguments a) {
+#ifndef EMULATED
+  extern __shared__ __align__(128) unsigned char memory[];
+#endif
+  Shared& s = *(Shared*)memory;
+  start_next();
+  cluster_begun();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, token = blockIdx.y;
+  int len = load_int(a.lens + token), row = load_int(a.rows + token), position = load_int(a.positions + token);
+  bool empty = len <= 0 || row < 0;
+  u16* out = a.out + (i64)token * H * N + head * GROUP * N + rank * PART;
+  // The keys of the sequence are cut into whole blocks.
+  int start = a.window > 0 && len > a.window ? len - a.window : 0;
+  int first_block = start / KEYS, blocks = empty ? 0 : (len + KEYS - 1) / KEYS - first_block;
+  int each = (blocks + CLUSTER - 1) / CLUSTER;
+  Blocks of;
+  of.table = a.tables + (empty ? 0 : row * a.table_stride);
+  of.cache = a.cache + head * a.head_stride;
+  of.block_stride = a.block_stride, of.kv_stride = a.kv_stride;
+  of.first = (first_block + rank * each) * KEYS;
+  of.begin = start > of.first ? start : of.first;
+  of.end = of.first + each * KEYS < len ? of.first + each * KEYS : len;
+  of.newest = len - 1;
+  int count = of.end > of.first ? (of.end - of.first + KEYS - 1) / KEYS : 0;
+#pragma unroll
+  for (int slot = 0; slot < SLOTS; ++slot) of.load(warp + slot * WARPS, s.keys[warp][slot], s.values[warp][slot], lane);
+
+  // Warps take the group's heads of q, then k and v. What does not come from the matmul is read before the wait.
+  bool has_newest = count > 0 && of.end == len;
+  float cosine[PAIRS], sine[PAIRS], weight[JOBS][2][PAIRS];
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    int at = lane * PAIRS + i;
+    cosine[i] = 1.0f, sine[i] = 0.0f;
+    if (a.cos_sin && !empty) cosine[i] = a.cos_sin[(i64)position * N + at], sine[i] = a.cos_sin[(i64)position * N + HALF + at];
+#pragma unroll
+    for (int j = 0; j < JOBS; ++j) {
+      const u16* norm = warp + j * WARPS < GROUP ? a.q_norm : a.k_norm;
+      weight[j][0][i] = norm ? widen(norm[at]) : 1.0f, weight[j][1][i] = norm ? widen(norm[HALF + at]) : 1.0f;
+    }
+  }
+  for (int i = threadIdx.x; i < 8 * N; i += THREADS) s.q[i] = 0;
+  u16* slot = 0;  // the newest key's place in the cache
+  if (has_newest)
+    slot = a.cache + load_int(of.table + (len - 1) / KEYS) * a.block_stride + head * a.head_stride + (len - 1) % KEYS * N;
+  __syncthreads();
+  wait_for_previous();
+  if (empty) {
+    cluster_wait();
+    if (threadIdx.x < PART) out[threadIdx.x] = 0;
+    return;
+  }
+  u16 raw[JOBS][2][PAIRS];
+#pragma unroll
+  for (int j = 0; j < JOBS; ++j) {
+    int job = warp + j * WARPS;
+    if (job < GROUP || (job < GROUP + 2 && has_newest)) {
+      int of_qkv = job < GROUP ? head * GROUP + job : job == GROUP ? H + head : H + G + head;
+      const u16* from = a.qkv + ((i64)token * (H + 2 * G) + of_qkv) * N + lane * PAIRS;
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) raw[j][0][i] = load_one(from + i), raw[j][1][i] = load_one(from + HALF + i);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < JOBS; ++j) {
+    int job = warp + j * WARPS;
+    if (job >= GROUP && !(job < GROUP + 2 && has_newest)) continue;
+    if (job < GROUP + 1) norm_and_rotate(raw[j], weight[j], cosine, sine, a.q_norm != 0, a.eps);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        int at = half * HALF + lane * PAIRS + i;
+        if (job < GROUP) {
+          s.q[place_of(job, at / 8) + at % 8] = raw[j][half][i];
+        } else {
+          (job == GROUP ? s.new_key : s.new_value)[at] = raw[j][half][i];
+          slot[(job == GROUP ? 0 : a.kv_stride) + at] = raw[j][half][i];
+        }
+      }
+  }
+  __syncthreads();
+
+  u32 q[CHUNKS / 2][2];
+#pragma unroll
+  for (int step = 0; step < CHUNKS / 2; step += 2) {
+    u32 r[4];
+    load_matrices(r, s.q + place_of(lane % 8, step * 2 + lane / 8));
+    q[step][0] = r[0], q[step][1] = r[1], q[step + 1][0] = r[2], q[step + 1][1] = r[3];
+  }
+  float acc[CHUNKS][4], highest = LOWEST, total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+#pragma unroll 1
+  for (int block = warp, i = 0; block < count; block += WARPS, ++i) {
+    u16 *keys = s.keys[warp][i % SLOTS], *values = s.values[warp][i % SLOTS];
+    wait_group<SLOTS - 1>();
+    __syncwarp();
+    int at = of.first + block * KEYS;
+    if (of.newest >= at && of.newest < at + KEYS) {
+#pragma unroll 1
+      for (int n = lane; n < N; n += 32) {
+        keys[place_of(of.newest - at, n / 8) + n % 8] = s.new_key[n];
+        values[place_of(of.newest - at, n / 8) + n % 8] = s.new_value[n];
+      }
+      __syncwarp();
+    }
+    float scores[2][4] = {}, others[2][4] = {};  // sums in two parts, as each waits for its last step
+#pragma unroll
+    for (int step = 0; step < CHUNKS / 2; step += 2) {
+      u32 r[4];
+      load_matrices(r, keys + place_of(lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+      multiply(scores[0], q[step][0], q[step][1], r[0], r[1]);
+      multiply(scores[1], q[step][0], q[step][1], r[2], r[3]);
+      load_matrices(r, keys + place_of(lane % 8 + lane / 16 * 8, step * 2 + 2 + lane / 8 % 2));
+      multiply(others[0], q[step + 1][0], q[step + 1][1], r[0], r[1]);
+      multiply(others[1], q[step + 1][0], q[step + 1][1], r[2], r[3]);
+    }
+    float most = LOWEST;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      int key = at + k / 2 * 8 + lane % 4 * 2 + k % 2;
+      float& score = scores[k / 2][k % 2];
+      score = key >= of.begin && key < of.end ? (score + others[k / 2][k % 2]) * a.scale_log2 : -1.0f / 0.0f;
+      most = fmaxf(most, score);
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    most = fmaxf(most, highest);
+    float shrink = power_of_2(highest - most);
+    highest = most;
+    total *= shrink;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float& score = scores[k / 2][k % 2];
+      score = power_of_2(score - most);
+      total += score;
+    }
+    u32 low = pair_of(scores[0][0], scores[0][1]), high = pair_of(scores[1][0], scores[1][1]);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += 2) {
+      u32 r[4];
+      load_transposed(r, values + place_of(lane % 8 + lane / 8 % 2 * 8, c + lane / 16));
+      acc[c][0] *= shrink, acc[c][1] *= shrink, acc[c + 1][0] *= shrink, acc[c + 1][1] *= shrink;
+      multiply(acc[c], low, high, r[0], r[1]);
+      multiply(acc[c + 1], low, high, r[2], r[3]);
+    }
+    __syncwarp();
+    of.load(block + SLOTS * WARPS, keys, values, lane);
+  }
+  total += __shfl_xor_sync(~0u, total, 1);
+  total += __shfl_xor_sync(~0u, total, 2);
+  if (lane / 4 < GROUP) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+      *(float2*)&s.parts[warp][lane / 4][c * 8 + lane % 4 * 2] = make_float2(acc[c][0], acc[c][1]);
+    if (lane % 4 == 0) s.highest[warp][lane / 4] = highest, s.totals[warp][lane / 4] = total;
+  }
+  __syncthreads();
+  cluster_wait();  // All programs have begun.
+#pragma unroll 1
+  for (int i = threadIdx.x; i < GROUP * N; i += THREADS) {
+    int of_group = i / N, n = i % N;
+    float most = s.highest[0][of_group], sum = 0.0f, weights = 0.0f;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) most = fmaxf(most, s.highest[w][of_group]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      float shrink = power_of_2(s.highest[w][of_group] - most);
+      sum += s.parts[w][of_group][n] * shrink, weights += s.totals[w][of_group] * shrink;
+    }
+    store_remote(&s.received[rank][i % PART], i / PART, sum);
+    if (n < CLUSTER) {  // each program gets each head's maximum and total
+      store_remote(&s.received_highest[rank][of_group], n, most);
+      store_remote(&s.received_total[rank][of_group], n, weights);
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x < PART) {
+    int of_group = (rank * PART + threadIdx.x) / N;
+    float most = s.received_highest[0][of_group], sum = 0.0f, weights = 0.0f;
+#pragma unroll
+    for (int r = 1; r < CLUSTER; ++r) most = fmaxf(most, s.received_highest[r][of_group]);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      float shrink = power_of_2(s.received_highest[r][of_group] - most);
+      sum += s.received[r][threadIdx.x] * shrink, weights += s.received_total[r][of_group] * shrink;
+    }
+    out[threadIdx.x] = narrow(sum / weights);
+  }
+}

@@ -1,0 +1,139 @@
+"""Functions in CUDA C++. They are compiled on first use by NVRTC, a library that comes with torch, kept in
+the user's cache folder beside our C libraries (c_library.py), and launched by the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.files.user_dirs import kernel_folder
+from shoal.kernels.c_library import BuildError
+
+SUFFIX = ".cubin"
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute, as is the next
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with a value that is one int."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class CudaFunction:
+    """The function `name` of machine code, loaded on the current device."""
+
+    def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
+        """`shared_bytes`: of each program."""
+        self.shared_bytes, self._driver = shared_bytes, ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), binary)
+        self._call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        for attribute, value in (
+            (MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            (NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        ):
+            self._call("cuFuncSetAttribute", self._function, ctypes.c_int(attribute), ctypes.c_int(value))
+
+    def clusters_at_once(self, programs: tuple[int, int, int], threads: int) -> int:
+        """Returns how many clusters of such a launch run at once. 0: the GPU, or the part of it that this
+        process has, cannot run one."""
+        count, launch = ctypes.c_int(), _Launch(programs, (threads, 1, 1), self.shared_bytes)
+        self._call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
+        return count.value
+
+    def launch(self, programs: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
+        """Launches it on the current stream with programmatic dependent launch (pdl.py). Its one parameter
+        is `arguments`."""
+        overlaps = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        launch = _Launch(programs, (threads, 1, 1), self.shared_bytes)
+        launch.stream = torch.cuda.current_stream().cuda_stream
+        launch.attributes, launch.num_attributes = ctypes.pointer(overlaps), 1
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        self._call("cuLaunchKernelEx", ctypes.byref(launch), self._function, parameters, None)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name} failed: the CUDA driver's error {code}")
+
+
+def compiled(source: Path, constants: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    """Returns the machine code of a source for GPUs of this capability, from the cache folder if that has
+    it. It needs no GPU. `constants`: what the source expects to be defined. Raises BuildError."""
+    major, minor = capability
+    defines = [f"-D{key}={value}" for key, value in constants.items()]
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *defines]
+    text = source.read_bytes()
+    key = hashlib.sha256("\0".join((*options, str(torch.version.cuda))).encode() + text)
+    try:
+        folder = kernel_folder()
+        target = folder / f"{source.stem}-{key.hexdigest()[:16]}{SUFFIX}"
+        if target.exists():
+            return target.read_bytes()
+        binary = compile_cuda(text, source.name, options)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work, target.name)
+            made.write_bytes(binary)
+            os.replace(made, target)  # Processes may do so at the same time: all files are alike.
+    except (ConfigError, OSError) as error:
+        raise BuildError(f"{source.name} could not be compiled and kept: {error}") from None
+    return binary
+
+
+def compile_cuda(source: bytes, name: str, options: list[str]) -> bytes:
+    """Returns machine code of `source`. Raises BuildError with the compiler's log, OSError if there is no
+    NVRTC."""
+    nvrtc = _nvrtc()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None):
+        raise BuildError("NVRTC could not be started")
+    try:
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), encoded):
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise BuildError(f"NVRTC failed: {log.value.decode(errors='replace').strip()[-500:]}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, binary)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def _nvrtc() -> ctypes.CDLL:
+    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:  # It lies in a package of its own, beside torch.
+        for path in Path(torch.__file__).parents[1].glob(f"nvidia/**/{name}"):
+            return ctypes.CDLL(str(path))
+        raise
