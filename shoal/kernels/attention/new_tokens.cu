@@ -134,11 +134,17 @@ struct Blocks {
   const u16* cache;  // of this kv head
   i64 block_stride, kv_stride;
   int first, begin, end, newest;  // the position where blocks begin; keys [begin, end), of which the newest is not stored
+  int ids;                        // entries of the table for 32 turns of this warp, one a lane
 
-  __device__ __forceinline__ void load(int block, u16* keys, u16* values, int lane) const {
-    int at = first + block * KEYS;
+  // Starts copies of the warp's block of this turn. Turns come in order.
+  __device__ __forceinline__ void load(int turn, u16* keys, u16* values, int warp, int lane) {
+    if (turn % 32 == 0) {
+      int at = first + (warp + (turn + lane) * WARPS) * KEYS;
+      ids = at < end ? load_int(table + at / KEYS) : 0;
+    }
+    int at = first + (warp + turn * WARPS) * KEYS;
     if (at < end) {
-      const u16* from = cache + load_int(table + at / KEYS) * block_stride;
+      const u16* from = cache + __shfl_sync(~0u, ids, turn % 32) * block_stride;
 #pragma unroll
       for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
         int key = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
@@ -203,7 +209,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   of.newest = len - 1;
   int count = of.end > of.first ? (of.end - of.first + KEYS - 1) / KEYS : 0;
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) of.load(warp + slot * WARPS, s.keys[warp][slot], s.values[warp][slot], lane);
+  for (int slot = 0; slot < SLOTS; ++slot) of.load(slot, s.keys[warp][slot], s.values[warp][slot], warp, lane);
 
   // Warps take the group's heads of q, then k and v. What does not come from the matmul is read before the wait.
   bool has_newest = count > 0 && of.end == len;
@@ -272,11 +278,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
 #pragma unroll 1
-  for (int block = warp, i = 0; block < count; block += WARPS, ++i) {
-    u16 *keys = s.keys[warp][i % SLOTS], *values = s.values[warp][i % SLOTS];
+  for (int turn = 0; warp + turn * WARPS < count; ++turn) {
+    u16 *keys = s.keys[warp][turn % SLOTS], *values = s.values[warp][turn % SLOTS];
     wait_group<SLOTS - 1>();
     __syncwarp();
-    int at = of.first + block * KEYS;
+    int at = of.first + (warp + turn * WARPS) * KEYS;
     if (of.newest >= at && of.newest < at + KEYS) {
 #pragma unroll 1
       for (int n = lane; n < N; n += 32) {
@@ -326,7 +332,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       multiply(acc[c + 1], low, high, r[2], r[3]);
     }
     __syncwarp();
-    of.load(block + SLOTS * WARPS, keys, values, lane);
+    of.load(turn + SLOTS, keys, values, warp, lane);
   }
   total += __shfl_xor_sync(~0u, total, 1);
   total += __shfl_xor_sync(~0u, total, 2);

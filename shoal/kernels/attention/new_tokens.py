@@ -32,6 +32,7 @@ from shoal.kernels.layer_cache import LayerCache
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2
+CLUSTERS = 16, 8  # programs that share the keys of a kv head
 HEAD_SIZES = (64, 128)
 MOST_HEADS = 8  # query heads of a kv head: rows of a tensor core's tile
 WARPS, KEYS = 8, 16  # constants of new_tokens.cu
@@ -73,9 +74,9 @@ class ClusterKernel(NamedTuple):
         return blocks + rows + of_warps + of_programs + 64
 
 
-def kernel_of(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ClusterKernel:
-    """With one block on its way for each warp, an SM has room for two programs, which two tokens need."""
-    return ClusterKernel(num_heads, num_kv_heads, head_dim, 8, 2 if num_tokens == 1 else 1)
+def kernels_of(num_heads: int, num_kv_heads: int, head_dim: int) -> list[ClusterKernel]:
+    """The variants for such heads, the one to prefer first. Blocks on their way take 128 KB of each SM."""
+    return [ClusterKernel(num_heads, num_kv_heads, head_dim, size, 256 // head_dim) for size in CLUSTERS]
 
 
 def attend_new_tokens(
@@ -97,16 +98,16 @@ def attend_new_tokens(
     num_tokens, num_heads = qkv_TX.shape[0], qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     if not takes(qkv_TX, q_weight, cos_sin, cache, num_heads):
         return None
-    kernel = kernel_of(num_tokens, num_heads, num_kv_heads, head_dim)
-    function = _function(qkv_TX.device, kernel)
-    if function is None:
+    found = _function(qkv_TX.device, num_tokens, num_heads, num_kv_heads, head_dim)
+    if found is None:
         return None
+    cluster, function = found
     assert qkv_TX.is_contiguous() and (q_weight is None) == (k_weight is None)
     out_TX = empty_matmul_input(qkv_TX, num_tokens, num_heads * head_dim)
     tokens = positions_T, rows_T, kv_lens_T, block_tables_RM
     tensors = qkv_TX, q_weight, k_weight, cos_sin, *tokens, cache.blocks, out_TX
     arguments = arguments_of(tensors, eps, scale, cache.window)
-    function.launch((kernel.cluster * num_kv_heads, num_tokens, 1), 32 * WARPS, arguments)
+    function.launch((cluster * num_kv_heads, num_tokens, 1), 32 * WARPS, arguments)
     return out_TX
 
 
@@ -150,22 +151,27 @@ def arguments_of(
 def prepare(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Begins to compile the kernels that a step may launch, in threads."""
     if _has_kernel(device, num_heads, num_kv_heads, head_dim):
-        for num_tokens in range(1, MOST_TOKENS + 1):
-            _binary(device, kernel_of(num_tokens, num_heads, num_kv_heads, head_dim))
+        for kernel in kernels_of(num_heads, num_kv_heads, head_dim):
+            _binary(device, kernel)
 
 
 @functools.cache
-def _function(device: torch.device, kernel: ClusterKernel) -> CudaFunction | None:
-    """None: Triton's kernels do the work, as this part of a GPU (MIG) has no room for a cluster, or, with a
-    warning, as the kernel could not be compiled."""
+def _function(
+    device: torch.device, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, CudaFunction] | None:
+    """The largest clusters that all run at once, and their kernel. None: Triton's kernels do the work, as the
+    GPU, or the part of it that this process has (MIG), has too little room, or, with a warning, as the kernel
+    could not be compiled."""
     try:
-        binary = _binary(device, kernel).result()
+        for kernel in kernels_of(num_heads, num_kv_heads, head_dim):
+            binary = _binary(device, kernel).result()
+            function = CudaFunction(binary, "attend_new_tokens", kernel.shared_bytes())
+            programs = kernel.cluster * num_kv_heads, num_tokens, 1
+            if function.clusters_at_once(programs, 32 * WARPS) >= num_kv_heads * num_tokens:
+                return kernel.cluster, function
     except BuildError as error:
         logger.warning("decodes of few rows are slower than they could be: %s", error)
-        return None
-    function = CudaFunction(binary, "attend_new_tokens", kernel.shared_bytes())
-    programs = kernel.cluster * kernel.num_kv_heads, 1, 1
-    return function if function.clusters_at_once(programs, 32 * WARPS) else None
+    return None
 
 
 @functools.cache

@@ -65,6 +65,13 @@ static float __shfl_xor_sync(unsigned, float value, int lanes) {
   return other;
 }
 
+static int __shfl_sync(unsigned, int value, int lane) {
+  static Shown<int> shown;
+  int other = shown.show(value)[lane];
+  __syncwarp();
+  return other;
+}
+
 static void run_all(void (*thread_main)()) {
   const size_t stack = 64 << 10;
   char* stacks = (char*)malloc(stack * PROGRAMS * THREADS_X);
