@@ -70,7 +70,7 @@ class ClusterKernel(NamedTuple):
         group, n = self.num_heads // self.num_kv_heads, self.head_dim
         blocks = 2 * WARPS * self.slots * KEYS * n * 2
         rows = (MOST_HEADS + 2) * n * 2  # queries, the newest key and value
-        of_warps, of_programs = WARPS * group * (n + 2) * 4, (group * n + 2 * self.cluster * group) * 4
+        of_warps, of_programs = WARPS * group * (n + 2) * 4, group * n * 16 + 8
         return blocks + rows + of_warps + of_programs + 64
 
 

@@ -17,8 +17,10 @@
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct dims { int x, y; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline float __uint_as_float(unsigned v) { float x; memcpy(&x, &v, 4); return x; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
@@ -152,17 +154,25 @@ static void multiply(float (&c)[4], unsigned a0, unsigned a2, unsigned b0, unsig
   __syncwarp();
 }
 
-static void store_remote(float* p, int rank, float v) {
+// A barrier counts down to 0.
+static void* remote(void* p, int rank) {
   int there = program() / CLUSTER_SIZE * CLUSTER_SIZE + rank;
-  memcpy(shared_memory[there] + ((unsigned char*)p - memory), &v, 4);
+  return shared_memory[there] + ((unsigned char*)p - memory);
 }
-static void cluster_arrive() {
+static void send(float4* to, int rank, float4 v, unsigned long long* barrier) {
+  *(float4*)remote(to, rank) = v;
+  *(unsigned long long*)remote(barrier, rank) -= sizeof v;
+}
+static void expect(unsigned long long* barrier, int bytes) { *barrier = bytes; }
+static void wait_for_bytes(volatile unsigned long long* barrier) {
+  while (*barrier) yield();
+}
+static void cluster_begun() {
   long& arrived = of_cluster[program() / CLUSTER_SIZE];
   const long size = CLUSTER_SIZE * THREADS_X;
   awaited[program()][threadIdx.x] = (arrived / size + 1) * size;
   ++arrived;
 }
-static void cluster_begun() { cluster_arrive(); }
 static void cluster_wait() {
   while (of_cluster[program() / CLUSTER_SIZE] < awaited[program()][threadIdx.x]) yield();
 }
