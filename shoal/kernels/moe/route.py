@@ -15,6 +15,7 @@ from shoal.kernels.rounding import next_power_of_2
 from shoal.kinds.experts import Router
 
 LOWEST = tl.constexpr(float("-inf"))
+LOWEST_INT = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
@@ -38,6 +39,12 @@ def _in_best_groups(
         kept = kept | (expert // SIZE == best)
         scores = tl.where(group == best, LOWEST, scores)
     return tl.where(kept, choice, LOWEST)
+
+
+@triton.jit
+def _flipped(bits):
+    """The bits of floats, as integers in the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -92,14 +99,17 @@ def _route(
         left = _in_best_groups(left, expert, E, C, KEPT, TWO_BEST)
     weights = tl.full((BLOCK_K,), LOWEST if SCORES == "chosen" else 0.0, tl.float32)
     experts = tl.zeros((BLOCK_K,), tl.int32)
+    # A warp finds the maximum of integers in one instruction.
+    ints = tl.where(exists, _flipped((left + 0.0).to(tl.int32, bitcast=True)), LOWEST_INT)
     for j in range(K):
-        weight, best = tl.max(left, axis=0, return_indices=True)
-        best = tl.minimum(best, E - 1)  # With logits of NaN it would be a wild address.
+        highest = tl.max(ints, axis=0)
+        best = tl.min(tl.where(ints == highest, expert, E - 1), axis=0)
+        weight = _flipped(highest).to(tl.float32, bitcast=True)
         if correction_ptr is not None:
             weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
         weights = tl.where(slot == j, weight, weights)
         experts = tl.where(slot == j, best, experts)
-        left = tl.where(expert == best, LOWEST, left)
+        ints = tl.where(expert == best, LOWEST_INT, ints)
     mask = slot < K
     if SCORES == "chosen":
         weights = tl.exp(weights - tl.max(weights, axis=0))
