@@ -102,6 +102,15 @@ class Ops(Protocol):
         activation: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def norm_linear(
+        self,
+        x_TD: torch.Tensor,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def qk_norm_rope_store(
         self,
         qkv_TX: torch.Tensor,

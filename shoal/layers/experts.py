@@ -194,6 +194,16 @@ class RouterLayer(Linear):
             return self.ops.float_linear(x_TD, self.plain_weight(), self.bias)
         return super().forward(x_TD)
 
+    def after_norm(
+        self, norm: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of residual + x, which becomes the residual, and its logits."""
+        if x_TD is None and isinstance(self.format, PlainWeight) and not self.router.float32:
+            weights = norm.weight, norm.eps, self.plain_weight(), self.bias
+            return self.ops.norm_linear(residual_TD, *weights)
+        normed_TD = norm.add(x_TD, residual_TD)
+        return normed_TD, self(normed_TD)
+
     @property
     def rule_tensors(self) -> RouterTensors:
         return RouterTensors(self.correction, self.expert_scale)
@@ -232,9 +242,9 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed_TD, adds = norm.add(x_TD, residual_TD), self.tp.size == 1 and self.multiplier == 1.0
+        normed_TD, logits_TE = self.gate.after_norm(norm, x_TD, residual_TD)
+        tensors, adds = self.gate.rule_tensors, self.tp.size == 1 and self.multiplier == 1.0
         left_TD = None if self.shared_experts is None else self._share(normed_TD, residual_TD)
-        logits_TE, tensors = self.gate(normed_TD), self.gate.rule_tensors
         out_TD = self.experts.mix(normed_TD, logits_TE, residual_TD if adds else None, tensors)
         if adds:
             return left_TD, residual_TD

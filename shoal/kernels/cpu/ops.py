@@ -58,6 +58,7 @@ __all__ = [
     "mamba2",
     "mamba_mixer",
     "moe",
+    "norm_linear",
     "penalize",
     "put_samples",
     "qk_norm_rope_store",
@@ -100,6 +101,17 @@ def add_rms_norm(
         x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), eps, rows, size, out_TD.data_ptr()
     )
     return out_TD
+
+
+def norm_linear(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_TD = rms_norm(x_TD, norm_weight_D, eps)
+    return normed_TD, linear(normed_TD, weight, bias)
 
 
 def add_norm_linear(

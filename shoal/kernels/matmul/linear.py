@@ -39,7 +39,7 @@ from shoal.kernels.matmul.dispatch import (
     choose,
 )
 from shoal.kernels.matmul.tile_matmul import tile_linear
-from shoal.kernels.norm import add_rms_norm, rms_norm
+from shoal.kernels.norm import add_rms_norm, normed_row, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -59,10 +59,20 @@ def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
     prefetch(ptr + start, tl.minimum(tl.maximum(num_bytes - start, 0), PREFETCHED_BYTES), PDL)
 
 
+@triton.jit
+def _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    norm = tl.load(norm_ptr + at, mask=at < I, other=0.0)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=at < I, other=0.0)
+    tl.store(normed_ptr + at, normed_row(x.to(tl.float32), norm, eps, I).to(x.dtype), mask=at < I)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _vector_kernel(
     x_ptr,
     norm_ptr,
+    normed_ptr,
     residual_ptr,
     sum_ptr,
     weight_ptr,
@@ -87,8 +97,12 @@ def _vector_kernel(
 
     With `norm_ptr`, x is replaced by its RMSNorm, weighted by it. With `residual_ptr` too, x + residual takes
     the place of x, and the first program leaves that sum in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
+    With `normed_ptr` one more program stores the norm there.
     """
     first = tl.program_id(0) * BLOCK_O
+    if normed_ptr is not None and first >= O:
+        _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK_I, PDL)
+        return
     out = first + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_I)[None, None, :]
@@ -248,13 +262,29 @@ def add_norm_linear(
     assert isinstance(chosen.tiles, ElementwiseTiles)
     if x_TD is None:
         return elementwise_matmul(
-            chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
+            chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None, None), eps=eps
         ), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
-    return elementwise_matmul(
-        chosen.tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
-    ), sum_TD
+    norm = norm_weight_D, None, residual_TD, sum_TD
+    return elementwise_matmul(chosen.tiles, x_TD, weight, bias, gated, norm=norm, eps=eps), sum_TD
+
+
+def norm_linear(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x, and the matmul of it. One row takes one kernel."""
+    tiles = _choose(x_TD, weight, bias, Before.NORM).tiles
+    if not (len(x_TD) == 1 and isinstance(tiles, ElementwiseTiles) and x_TD.shape[1] <= tiles.columns):
+        normed_TD = rms_norm(x_TD, norm_weight_D, eps)
+        return normed_TD, linear(normed_TD, weight, bias)
+    normed_TD = empty_matmul_input(x_TD, *x_TD.shape)
+    norm = norm_weight_D, normed_TD, None, None
+    return normed_TD, elementwise_matmul(tiles, x_TD, weight, bias, False, norm=norm, eps=eps)
 
 
 def _choose(
@@ -307,18 +337,18 @@ def elementwise_matmul(
     gated: bool,
     residual_TO: torch.Tensor | None = None,
     *,
-    norm: tuple[torch.Tensor | None, ...] = (None, None, None),
+    norm: tuple[torch.Tensor | None, ...] = (None, None, None, None),
     eps: float = 0.0,
 ) -> torch.Tensor:
     """x @ weight^T + bias, cut as `tiles` say. The matmul is added to `residual_TO` in place, if there is
-    one, which is then returned. `norm`: the norm's weight, the residual to add to x before it (or None), and
-    where that sum goes."""
+    one, which is then returned. `norm`: the norm's weight, where the norm is stored (of one row in one tile),
+    the residual to add to x before it, and where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     programs, whole = cdiv(outs, tiles.outs), columns <= tiles.columns
-    _vector_kernel[(programs,)](
+    _vector_kernel[(programs + (norm[1] is not None),)](
         x_TI,
         *norm,
         weight,

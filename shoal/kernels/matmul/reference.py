@@ -36,6 +36,18 @@ def linear_gated(
     return gate_mul(F.linear(x_TI, weight_2FI, bias_2F), activation)
 
 
+def norm_linear(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the norm of x, and `linear` of it."""
+    normed_TD = rms_norm(x_TD, norm_weight_D, eps)
+    return normed_TD, linear(normed_TD, weight, bias)
+
+
 def add_norm_linear(
     x_TD: torch.Tensor | None,
     residual_TD: torch.Tensor,

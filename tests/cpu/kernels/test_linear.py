@@ -90,6 +90,16 @@ def test_sum_norm_and_matmul_equal_exact_ones(rows: int, outs: int, columns: int
     assert torch.equal(of_the_sum, ours) and unchanged is total and torch.equal(total, kept)
 
 
+@pytest.mark.parametrize("outs", [1, 7, 128])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1024), (1, 1100), (1, 2100), (3, 100)])
+def test_a_norm_is_returned_with_its_matmul(rows: int, columns: int, outs: int) -> None:
+    x, weight, bias = operands(rows, outs, columns, True, False)
+    norm_weight = torch.rand(columns).to(FP16)
+    normed, ours = linear.norm_linear(x, norm_weight, 1e-6, weight, bias)
+    assert torch.equal(normed, linear.rms_norm(x, norm_weight, 1e-6))
+    torch.testing.assert_close(ours.float(), exact(normed.float(), weight, bias, False), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -200,6 +210,7 @@ def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype)
         linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, "silu" if gated else None)
         linear.add_norm_linear(None, x, x[0], 1e-6, weight, None, "silu" if gated else None)
         if not gated:
+            linear.norm_linear(x, x[0], 1e-6, weight, None)
             linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
 
 
@@ -213,6 +224,7 @@ for shape in (
     (151936, 1024, False),
     (1536, 576, True),
     (1, 2048, False),
+    (128, 2048, False),
     (1, 1, False),
 ):
     of_choice = Shape(*shape[:2], after=After.SILU_MUL if shape[2] else After.NOTHING)
