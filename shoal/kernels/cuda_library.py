@@ -19,18 +19,14 @@ from shoal.kernels.c_library import BuildError
 SUFFIX = ".cubin"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute, as is the next
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as is the next
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value that is one int."""
+    """CUlaunchAttribute."""
 
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("pad", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
-    )
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
 class _Launch(ctypes.Structure):
@@ -64,19 +60,25 @@ class CudaFunction:
     def clusters_at_once(self, programs: tuple[int, int, int], threads: int) -> int:
         """Returns how many clusters of such a launch run at once. 0: the GPU, or the part of it that this
         process has, cannot run one."""
-        count, launch = ctypes.c_int(), _Launch(programs, (threads, 1, 1), self.shared_bytes)
+        count, launch = ctypes.c_int(), self._launch(programs, threads)
         self._call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
         return count.value
 
     def launch(self, programs: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
         """Launches it on the current stream with programmatic dependent launch (pdl.py). Its one parameter
-        is `arguments`."""
-        overlaps = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        launch = _Launch(programs, (threads, 1, 1), self.shared_bytes)
+        is `arguments`. Programs whose first number differs alone are a cluster."""
+        launch = self._launch(programs, threads)
         launch.stream = torch.cuda.current_stream().cuda_stream
-        launch.attributes, launch.num_attributes = ctypes.pointer(overlaps), 1
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         self._call("cuLaunchKernelEx", ctypes.byref(launch), self._function, parameters, None)
+
+    def _launch(self, programs: tuple[int, int, int], threads: int) -> _Launch:
+        attributes = (_Attribute * 2)()
+        attributes[0].id, attributes[0].value[:3] = CLUSTER_DIMENSION, (programs[0], 1, 1)
+        attributes[1].id, attributes[1].value[:1] = PROGRAMMATIC_STREAM_SERIALIZATION, (1,)
+        launch = _Launch(programs, (threads, 1, 1), self.shared_bytes)
+        launch.attributes, launch.num_attributes = attributes, len(attributes)
+        return launch
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._driver, name)(*arguments)

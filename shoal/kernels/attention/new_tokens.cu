@@ -1,6 +1,6 @@
 // Norms, rotation, cache write and attention of one new token of each of a few sequences, in one launch.
 // new_tokens.py launches it, says what it is for, and defines NEW_H query heads, NEW_G kv heads, NEW_N numbers of a head,
-// NEW_CLUSTER programs of a cluster, NEW_SLOTS blocks of a warp on their way.
+// NEW_SLOTS blocks of a warp on their way. The grid is (programs of a cluster, kv heads, tokens).
 //
 // A cluster of programs has one kv head of a sequence and shares its keys. Each warp has blocks of 16 keys and values
 // on their way to shared memory before the matmul for q, k and v has ended, since all but the newest token's lie in the
@@ -11,12 +11,13 @@ typedef unsigned short u16;
 typedef long long i64;
 typedef unsigned long long Barrier;  // counts bytes that arrive in a program's shared memory
 
-constexpr int H = NEW_H, G = NEW_G, N = NEW_N, CLUSTER = NEW_CLUSTER, SLOTS = NEW_SLOTS;
+constexpr int H = NEW_H, G = NEW_G, N = NEW_N, SLOTS = NEW_SLOTS;
 constexpr int GROUP = H / G, HALF = N / 2, PAIRS = HALF / 32;
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int KEYS = 16;         // of a block of the cache
 constexpr int CHUNKS = N / 8;    // of a key, 16 bytes each
-constexpr int PART = GROUP * N / CLUSTER;  // outputs that a program writes
+constexpr int OUTS = GROUP * N, MOST_OUTS = OUTS + 16;
+constexpr int MOST_PROGRAMS = 16;  // of a cluster
 constexpr int JOBS = (GROUP + 2 + WARPS - 1) / WARPS;  // heads of q, k or v that a warp norms and rotates
 constexpr float LOWEST = -1e30f;
 
@@ -141,7 +142,7 @@ struct Shared {
   u16 new_key[N], new_value[N];
   float parts[WARPS][GROUP][N];
   float highest[WARPS][GROUP], totals[WARPS][GROUP];
-  float4 received[CLUSTER][PART];  // sums of a program, its highest score and the total of its weights
+  float4 received[MOST_OUTS];  // of each program: sums, its highest score and the total of its weights
   Barrier arrived;
 };
 
@@ -153,6 +154,7 @@ struct Blocks {
   const u16* cache;  // of this kv head
   i64 block_stride, kv_stride;
   int first, begin, end, newest;  // the position where blocks begin; keys [begin, end), of which the newest is not stored
+  u32 stored;                     // keys from `begin` on that are in the cache
   int ids;                        // entries of the table for 32 turns of this warp, one a lane
 
   __device__ __forceinline__ void look_up(int turn, int warp, int lane) {
@@ -169,7 +171,7 @@ struct Blocks {
 #pragma unroll
       for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
         int key = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-        bool there = at + key >= begin && at + key < end && at + key != newest;
+        bool there = (u32)(at + key - begin) < stored;
         const u16* p = from + key * N + chunk * 8;
         copy_async(keys + place_of(key, chunk), p, there);
         copy_async(values + place_of(key, chunk), p + kv_stride, there);
@@ -204,24 +206,26 @@ __device__ __forceinline__ void norm_and_rotate(u16 (&raw)[2][PAIRS], const floa
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, SLOTS == 1 ? 2 : 1) attend_new_tokens(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_new_tokens(const Arguments a) {
 #ifndef EMULATED
   extern __shared__ __align__(128) unsigned char memory[];
 #endif
   Shared& s = *(Shared*)memory;
   start_next();
-  if (threadIdx.x == 0) expect(&s.arrived, sizeof s.received);
+  int cluster = gridDim.x, rank = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
+  int part = (OUTS + cluster - 1) / cluster;  // outputs of a program; the last has what is left
+  int own_part = OUTS - rank * part < part ? OUTS - rank * part : part;
+  if (threadIdx.x == 0) expect(&s.arrived, own_part > 0 ? cluster * own_part * sizeof(float4) : 0);
   __syncwarp();
   cluster_begun();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, token = blockIdx.y;
   int len = load_int(a.lens + token), row = load_int(a.rows + token), position = load_int(a.positions + token);
   bool empty = len <= 0 || row < 0;
-  u16* out = a.out + (i64)token * H * N + head * GROUP * N + rank * PART;
+  u16* out = a.out + (i64)token * H * N + head * OUTS + rank * part;
   // The keys of the sequence are cut into whole blocks.
   int start = a.window > 0 && len > a.window ? len - a.window : 0;
   int first_block = start / KEYS, blocks = empty ? 0 : (len + KEYS - 1) / KEYS - first_block;
-  int each = (blocks + CLUSTER - 1) / CLUSTER;
+  int each = (blocks + cluster - 1) / cluster;
   Blocks of;
   of.table = a.tables + (empty ? 0 : row * a.table_stride);
   of.cache = a.cache + head * a.head_stride;
@@ -230,6 +234,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   of.begin = start > of.first ? start : of.first;
   of.end = of.first + each * KEYS < len ? of.first + each * KEYS : len;
   of.newest = len - 1;
+  of.stored = of.end > of.begin ? (of.end < len ? of.end : len - 1) - of.begin : 0;
   int count = of.end > of.first ? (of.end - of.first + KEYS - 1) / KEYS : 0;
   of.look_up(0, warp, lane);
 
@@ -257,7 +262,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   wait_for_previous();
   if (empty) {
     cluster_wait();
-    if (threadIdx.x < PART) out[threadIdx.x] = 0;
+    if ((int)threadIdx.x < own_part) out[threadIdx.x] = 0;
     return;
   }
   u16 raw[JOBS][2][PAIRS];
@@ -368,8 +373,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   __syncthreads();
   cluster_wait();  // All programs have begun.
-#pragma unroll 1
-  for (int i = threadIdx.x; i < GROUP * N; i += THREADS) {
+#pragma unroll
+  for (int i = threadIdx.x; i < OUTS; i += THREADS) {
     int of_group = i / N, n = i % N;
     float most = s.highest[0][of_group], sum = 0.0f, weights = 0.0f;
 #pragma unroll
@@ -379,18 +384,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       float shrink = power_of_2(s.highest[w][of_group] - most);
       sum += s.parts[w][of_group][n] * shrink, weights += s.totals[w][of_group] * shrink;
     }
-    send(&s.received[rank][i % PART], i / PART, make_float4(sum, most, weights, 0.0f), &s.arrived);
+    send(&s.received[rank * part + i % part], i / part, make_float4(sum, most, weights, 0.0f), &s.arrived);
   }
-  if (threadIdx.x < PART) {
+  if ((int)threadIdx.x < own_part) {
     wait_for_bytes(&s.arrived);
+    float4 parts[MOST_PROGRAMS];
     float most = LOWEST, sum = 0.0f, weights = 0.0f;
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) most = fmaxf(most, s.received[r][threadIdx.x].y);
+    for (int r = 0; r < MOST_PROGRAMS; ++r) {
+      parts[r] = r < cluster ? s.received[r * part + threadIdx.x] : make_float4(0.0f, LOWEST, 0.0f, 0.0f);
+      most = fmaxf(most, parts[r].y);
+    }
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      float4 part = s.received[r][threadIdx.x];
-      float shrink = power_of_2(part.y - most);
-      sum += part.x * shrink, weights += part.z * shrink;
+    for (int r = 0; r < MOST_PROGRAMS; ++r) {
+      float shrink = power_of_2(parts[r].y - most);
+      sum += parts[r].x * shrink, weights += parts[r].z * shrink;
     }
     out[threadIdx.x] = narrow(sum / weights);
   }

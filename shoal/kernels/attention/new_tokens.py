@@ -32,7 +32,7 @@ from shoal.kernels.layer_cache import LayerCache
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2
-CLUSTERS = 16, 8  # programs that share the keys of a kv head
+LARGEST_CLUSTER, SMALLEST_CLUSTER = 16, 6  # programs that share the keys of a kv head
 HEAD_SIZES = (64, 128)
 MOST_HEADS = 8  # query heads of a kv head: rows of a tensor core's tile
 WARPS, KEYS = 8, 16  # constants of new_tokens.cu
@@ -53,30 +53,28 @@ class Arguments(ctypes.Structure):
 
 
 class ClusterKernel(NamedTuple):
-    """A compiled variant: heads, programs that share the keys of a kv head, and blocks of keys that each of
-    their warps has on their way."""
+    """A compiled variant: heads, and blocks of keys that each warp has on their way."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cluster: int
     slots: int
 
     def constants(self) -> dict[str, int]:
-        return dict(zip(("NEW_H", "NEW_G", "NEW_N", "NEW_CLUSTER", "NEW_SLOTS"), self))
+        return dict(zip(("NEW_H", "NEW_G", "NEW_N", "NEW_SLOTS"), self))
 
     def shared_bytes(self) -> int:
         """Returns the size of the struct Shared in new_tokens.cu, or a little more."""
         group, n = self.num_heads // self.num_kv_heads, self.head_dim
         blocks = 2 * WARPS * self.slots * KEYS * n * 2
         rows = (MOST_HEADS + 2) * n * 2  # queries, the newest key and value
-        of_warps, of_programs = WARPS * group * (n + 2) * 4, group * n * 16 + 8
+        of_warps, of_programs = WARPS * group * (n + 2) * 4, (group * n + LARGEST_CLUSTER) * 16 + 8
         return blocks + rows + of_warps + of_programs + 64
 
 
-def kernels_of(num_heads: int, num_kv_heads: int, head_dim: int) -> list[ClusterKernel]:
-    """The variants for such heads, the one to prefer first. Blocks on their way take 128 KB of each SM."""
-    return [ClusterKernel(num_heads, num_kv_heads, head_dim, size, 256 // head_dim) for size in CLUSTERS]
+def kernel_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ClusterKernel:
+    """Blocks on their way take 128 KB of each SM."""
+    return ClusterKernel(num_heads, num_kv_heads, head_dim, 256 // head_dim)
 
 
 def attend_new_tokens(
@@ -107,7 +105,7 @@ def attend_new_tokens(
     tokens = positions_T, rows_T, kv_lens_T, block_tables_RM
     tensors = qkv_TX, q_weight, k_weight, cos_sin, *tokens, cache.blocks, out_TX
     arguments = arguments_of(tensors, eps, scale, cache.window)
-    function.launch((cluster * num_kv_heads, num_tokens, 1), 32 * WARPS, arguments)
+    function.launch((cluster, num_kv_heads, num_tokens), 32 * WARPS, arguments)
     return out_TX
 
 
@@ -149,10 +147,9 @@ def arguments_of(
 
 
 def prepare(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Begins to compile the kernels that a step may launch, in threads."""
+    """Begins to compile the kernel that a step may launch, in a thread."""
     if _has_kernel(device, num_heads, num_kv_heads, head_dim):
-        for kernel in kernels_of(num_heads, num_kv_heads, head_dim):
-            _binary(device, kernel)
+        _binary(device, kernel_of(num_heads, num_kv_heads, head_dim))
 
 
 @functools.cache
@@ -162,15 +159,17 @@ def _function(
     """The largest clusters that all run at once, and their kernel. None: Triton's kernels do the work, as the
     GPU, or the part of it that this process has (MIG), has too little room, or, with a warning, as the kernel
     could not be compiled."""
+    kernel = kernel_of(num_heads, num_kv_heads, head_dim)
     try:
-        for kernel in kernels_of(num_heads, num_kv_heads, head_dim):
-            binary = _binary(device, kernel).result()
-            function = CudaFunction(binary, "attend_new_tokens", kernel.shared_bytes())
-            programs = kernel.cluster * num_kv_heads, num_tokens, 1
-            if function.clusters_at_once(programs, 32 * WARPS) >= num_kv_heads * num_tokens:
-                return kernel.cluster, function
+        binary = _binary(device, kernel).result()
     except BuildError as error:
         logger.warning("decodes of few rows are slower than they could be: %s", error)
+        return None
+    function = CudaFunction(binary, "attend_new_tokens", kernel.shared_bytes())
+    for cluster in range(LARGEST_CLUSTER, SMALLEST_CLUSTER - 1, -1):
+        at_once = function.clusters_at_once((cluster, num_kv_heads, num_tokens), 32 * WARPS)
+        if at_once >= num_kv_heads * num_tokens:
+            return cluster, function
     return None
 
 

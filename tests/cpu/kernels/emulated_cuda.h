@@ -1,6 +1,6 @@
 // Runs the threads of a CUDA kernel in turn on a CPU, each until it waits for others: a test of a kernel's arithmetic,
 // indexes and meetings. A kernel's file takes the functions at the end from here in place of a GPU's. The includer
-// defines PROGRAMS_X and PROGRAMS_Y of the grid, THREADS_X, SHARED_BYTES, and CLUSTER_SIZE.
+// defines PROGRAMS_Y and PROGRAMS_Z of the grid, THREADS_X, SHARED_BYTES, and CLUSTER_SIZE, which is the grid's x.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,27 +12,26 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-struct dims { int x, y; };
+struct dims { int x, y, z; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline float __uint_as_float(unsigned v) { float x; memcpy(&x, &v, 4); return x; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-static const int PROGRAMS = PROGRAMS_X * PROGRAMS_Y, WARP = 32, WARP_COUNT = THREADS_X / WARP;
-static dims threadIdx, blockIdx;
+static const int PROGRAMS = CLUSTER_SIZE * PROGRAMS_Y * PROGRAMS_Z, WARP = 32, WARP_COUNT = THREADS_X / WARP;
+static dims threadIdx, blockIdx, gridDim = {CLUSTER_SIZE, PROGRAMS_Y, PROGRAMS_Z};
 static ucontext_t scheduler, contexts[PROGRAMS][THREADS_X];
 static bool has_ended[PROGRAMS][THREADS_X];
 static unsigned char shared_memory[PROGRAMS][SHARED_BYTES] __attribute__((aligned(128)));
 static long of_program[PROGRAMS], of_warp[PROGRAMS][WARP_COUNT], of_cluster[PROGRAMS];
 static long awaited[PROGRAMS][THREADS_X];  // arrivals at the cluster's barrier that a thread waits for
 
-static int program() { return blockIdx.y * PROGRAMS_X + blockIdx.x; }
+static int program() { return (blockIdx.z * PROGRAMS_Y + blockIdx.y) * CLUSTER_SIZE + blockIdx.x; }
 #define memory shared_memory[program()]
 
 static void yield() {
@@ -93,7 +92,8 @@ static void run_all(void (*thread_main)()) {
     for (int p = 0; p < PROGRAMS; ++p)
       for (int t = 0; t < THREADS_X; ++t)
         if (!has_ended[p][t]) {
-          some = true, blockIdx = {p % PROGRAMS_X, p / PROGRAMS_X}, threadIdx = {t, 0};
+          some = true, threadIdx = {t, 0, 0};
+          blockIdx = {p % CLUSTER_SIZE, p / CLUSTER_SIZE % PROGRAMS_Y, p / CLUSTER_SIZE / PROGRAMS_Y};
           swapcontext(&scheduler, &contexts[p][t]);
         }
   }

@@ -1,6 +1,6 @@
-// new_tokens.cu on a CPU. The compiler is told NEW_T tokens beside what that file wants.
-#define PROGRAMS_X (NEW_CLUSTER * NEW_G)
-#define PROGRAMS_Y NEW_T
+// new_tokens.cu on a CPU. The compiler is told NEW_T tokens and NEW_CLUSTER programs beside what that file wants.
+#define PROGRAMS_Y NEW_G
+#define PROGRAMS_Z NEW_T
 #define THREADS_X 256
 #define CLUSTER_SIZE NEW_CLUSTER
 #define SHARED_BYTES (192 << 10)

@@ -32,15 +32,16 @@ CASES = {
 }
 
 
-SHAPES = dict.fromkeys(CASES, (16, 1)) | {"more than slots": (8, 2), "a cluster": (8, 1), "window": (4, 3)}
+SHAPES = dict.fromkeys(CASES, (16, 1)) | {"more than slots": (8, 2), "a cluster": (14, 1), "window": (6, 3)}
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_chain(name: str, tmp_path: Path) -> None:
     case = Case(*CASES[name])
-    tokens, kernel = len(case.lens), ClusterKernel(case.heads, case.cache.shape[3], case.size, *SHAPES[name])
-    constants = {"NEW_T": tokens} | kernel.constants()
+    tokens, (cluster, slots) = len(case.lens), SHAPES[name]
+    kernel = ClusterKernel(case.heads, case.cache.shape[3], case.size, slots)
+    constants = {"NEW_T": tokens, "NEW_CLUSTER": cluster} | kernel.constants()
     defines = [f"-D{key}={value}" for key, value in constants.items()]
     folders = [f"-I{HERE}", f"-I{Path(new_tokens.__file__).parent}"]
     library = tmp_path / "emulated.so"

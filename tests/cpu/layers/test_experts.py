@@ -23,6 +23,7 @@ from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, ExpertsKind, Router, SharedExpert
 from shoal.layers.experts import ExpertMatrix, Experts, MoE
+from shoal.layers.norm import RMSNorm
 from shoal.layers.packed_weight import PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
@@ -231,10 +232,11 @@ def test_a_shared_expert_among_the_others_adds_what_it_adds_apart(gated: bool) -
         tensor.load(weight, tensor.name)
         tensors.pop(tensor.name).load(weight, tensor.name)
     assert not tensors
+    norm = RMSNorm(HIDDEN, 1e-6, triton_ops)
+    nn.init.uniform_(norm.weight)
     for tokens in (1, 30):
         x = torch.randn(tokens, HIDDEN)
-        norm = SimpleNamespace(add=lambda _, residual, x=x: x)
-        left, want = apart(None, torch.zeros_like(x), norm)
-        none, got = joined(None, torch.zeros_like(x), norm)
+        left, want = apart(None, x.clone(), norm)
+        none, got = joined(None, x.clone(), norm)
         assert none is None
         torch.testing.assert_close(got, want if left is None else want + left, rtol=1e-4, atol=1e-4)
