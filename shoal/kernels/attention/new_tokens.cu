@@ -140,10 +140,12 @@ struct Shared {
   u16 values[WARPS][SLOTS][KEYS * N];
   u16 q[8 * N];
   u16 new_key[N], new_value[N];
-  float parts[WARPS][GROUP][N];
   float highest[WARPS][GROUP], totals[WARPS][GROUP];
   float4 received[MOST_OUTS];  // of each program: sums, its highest score and the total of its weights
   Barrier arrived;
+
+  // The sums of a warp, [GROUP, N], take the place of its first keys.
+  __device__ __forceinline__ float* sums_of(int warp) { return (float*)keys[warp][0]; }
 };
 
 // Where chunk c of row r lies, so that eight rows' chunks lie in different banks.
@@ -206,7 +208,7 @@ __device__ __forceinline__ void norm_and_rotate(u16 (&raw)[2][PAIRS], const floa
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_new_tokens(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) attend_new_tokens(const Arguments a) {
 #ifndef EMULATED
   extern __shared__ __align__(128) unsigned char memory[];
 #endif
@@ -366,9 +368,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_new_tokens(const
   total += __shfl_xor_sync(~0u, total, 1);
   total += __shfl_xor_sync(~0u, total, 2);
   if (lane / 4 < GROUP) {
+    float* sums = s.sums_of(warp) + lane / 4 * N + lane % 4 * 2;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-      *(float2*)&s.parts[warp][lane / 4][c * 8 + lane % 4 * 2] = make_float2(acc[c][0], acc[c][1]);
+    for (int c = 0; c < CHUNKS; ++c) *(float2*)&sums[c * 8] = make_float2(acc[c][0], acc[c][1]);
     if (lane % 4 == 0) s.highest[warp][lane / 4] = highest, s.totals[warp][lane / 4] = total;
   }
   __syncthreads();
@@ -382,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_new_tokens(const
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       float shrink = power_of_2(s.highest[w][of_group] - most);
-      sum += s.parts[w][of_group][n] * shrink, weights += s.totals[w][of_group] * shrink;
+      sum += s.sums_of(w)[i] * shrink, weights += s.totals[w][of_group] * shrink;
     }
     send(&s.received[rank * part + i % part], i / part, make_float4(sum, most, weights, 0.0f), &s.arrived);
   }

@@ -68,7 +68,7 @@ class ClusterKernel(NamedTuple):
         group, n = self.num_heads // self.num_kv_heads, self.head_dim
         blocks = 2 * WARPS * self.slots * KEYS * n * 2
         rows = (MOST_HEADS + 2) * n * 2  # queries, the newest key and value
-        of_warps, of_programs = WARPS * group * (n + 2) * 4, (group * n + LARGEST_CLUSTER) * 16 + 8
+        of_warps, of_programs = WARPS * group * 2 * 4, (group * n + LARGEST_CLUSTER) * 16 + 8
         return blocks + rows + of_warps + of_programs + 64
 
 
