@@ -75,12 +75,19 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// c += a b by tensor cores, where rows 8 to 15 of a are zeros.
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+// c += a b by tensor cores: 16 rows of a, 8 columns of b.
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A matrix of 8 x 8, of which a lane has two numbers of row lane / 4, with rows and columns exchanged.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 v;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  return v;
 }
 
 // Writes to the shared memory of another program of the cluster, and counts the bytes at its barrier. Neither needs a
@@ -150,6 +157,9 @@ struct Shared {
 
 // Where chunk c of row r lies, so that eight rows' chunks lie in different banks.
 __device__ __forceinline__ int place_of(int r, int c) { return r * N + ((c ^ (r & 7)) * 8); }
+
+// The same for number n of a head's sums, so that the heads of four lanes do.
+__device__ __forceinline__ int place_of_sum(int head, int n) { return head * N + (n ^ (head / 2 * 8)); }
 
 struct Blocks {
   const int* table;
@@ -305,9 +315,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
     load_matrices(r, s.q + place_of(lane % 8, step * 2 + lane / 8));
     q[step][0] = r[0], q[step][1] = r[1], q[step + 1][0] = r[2], q[step + 1][1] = r[3];
   }
-  float acc[CHUNKS][4], highest = LOWEST, total = 0.0f;
+  // Keys are rows and queries are columns of scores, of which a lane has keys lane / 4 + {0, 8} and queries
+  // lane % 4 * 2 + {0, 1}; numbers of a value are the rows of sums.
+  float acc[N / 16][4], highest[2] = {LOWEST, LOWEST}, total[2] = {};
 #pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+  for (int i = 0; i < N / 16; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
 #pragma unroll 1
   for (int turn = 0; warp + turn * WARPS < count; ++turn) {
     u16 *keys = s.keys[warp][turn % SLOTS], *values = s.values[warp][turn % SLOTS];
@@ -322,56 +334,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       }
       __syncwarp();
     }
-    float scores[2][4] = {}, others[2][4] = {};  // sums in two parts, as each waits for its last step
+    float scores[4] = {}, others[4] = {};  // sums in two parts, as each waits for its last step
 #pragma unroll
     for (int step = 0; step < CHUNKS / 2; step += 2) {
       u32 r[4];
-      load_matrices(r, keys + place_of(lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
-      multiply(scores[0], q[step][0], q[step][1], r[0], r[1]);
-      multiply(scores[1], q[step][0], q[step][1], r[2], r[3]);
-      load_matrices(r, keys + place_of(lane % 8 + lane / 16 * 8, step * 2 + 2 + lane / 8 % 2));
-      multiply(others[0], q[step + 1][0], q[step + 1][1], r[0], r[1]);
-      multiply(others[1], q[step + 1][0], q[step + 1][1], r[2], r[3]);
+      load_matrices(r, keys + place_of(lane % 16, step * 2 + lane / 16));
+      multiply(scores, r, q[step][0], q[step][1]);
+      load_matrices(r, keys + place_of(lane % 16, step * 2 + 2 + lane / 16));
+      multiply(others, r, q[step + 1][0], q[step + 1][1]);
     }
-    float most = LOWEST;
+    float most[2] = {highest[0], highest[1]}, shrink[2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      int key = at + k / 2 * 8 + lane % 4 * 2 + k % 2;
-      float& score = scores[k / 2][k % 2];
-      score = key >= of.begin && key < of.end ? (score + others[k / 2][k % 2]) * a.scale_log2 : -1.0f / 0.0f;
-      most = fmaxf(most, score);
+      int key = at + lane / 4 + k / 2 * 8;
+      scores[k] = key >= of.begin && key < of.end ? (scores[k] + others[k]) * a.scale_log2 : -1.0f / 0.0f;
+      most[k % 2] = fmaxf(most[k % 2], scores[k]);
     }
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    most = fmaxf(most, highest);
-    float shrink = power_of_2(highest - most);
-    highest = most;
-    total *= shrink;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float& score = scores[k / 2][k % 2];
-      score = power_of_2(score - most);
-      total += score;
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], step));
+      shrink[i] = power_of_2(highest[i] - most[i]);
+      highest[i] = most[i];
+      scores[i] = power_of_2(scores[i] - most[i]), scores[2 + i] = power_of_2(scores[2 + i] - most[i]);
+      total[i] = total[i] * shrink[i] + scores[i] + scores[2 + i];
     }
-    u32 low = pair_of(scores[0][0], scores[0][1]), high = pair_of(scores[1][0], scores[1][1]);
+    u32 low = transposed(pair_of(scores[0], scores[1])), high = transposed(pair_of(scores[2], scores[3]));
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c += 2) {
+    for (int i = 0; i < N / 16; ++i) {
       u32 r[4];
-      load_transposed(r, values + place_of(lane % 8 + lane / 8 % 2 * 8, c + lane / 16));
-      acc[c][0] *= shrink, acc[c][1] *= shrink, acc[c + 1][0] *= shrink, acc[c + 1][1] *= shrink;
-      multiply(acc[c], low, high, r[0], r[1]);
-      multiply(acc[c + 1], low, high, r[2], r[3]);
+      load_transposed(r, values + place_of(lane % 8 + lane / 16 * 8, i * 2 + lane / 8 % 2));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) acc[i][k] *= shrink[k % 2];
+      multiply(acc[i], r, low, high);
     }
     __syncwarp();
     of.load(turn + SLOTS, keys, values, warp, lane);
   }
-  total += __shfl_xor_sync(~0u, total, 1);
-  total += __shfl_xor_sync(~0u, total, 2);
-  if (lane / 4 < GROUP) {
-    float* sums = s.sums_of(warp) + lane / 4 * N + lane % 4 * 2;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) *(float2*)&sums[c * 8] = make_float2(acc[c][0], acc[c][1]);
-    if (lane % 4 == 0) s.highest[warp][lane / 4] = highest, s.totals[warp][lane / 4] = total;
+  for (int i = 0; i < 2; ++i) {
+    int of_group = lane % 4 * 2 + i;
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) total[i] += __shfl_xor_sync(~0u, total[i], step);
+    if (of_group < GROUP) {
+#pragma unroll
+      for (int k = 0; k < N / 8; ++k) s.sums_of(warp)[place_of_sum(of_group, k * 8 + lane / 4)] = acc[k / 2][k % 2 * 2 + i];
+      if (lane < 4) s.highest[warp][of_group] = highest[i], s.totals[warp][of_group] = total[i];
+    }
   }
   __syncthreads();
   cluster_wait();  // All programs have begun.
@@ -384,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       float shrink = power_of_2(s.highest[w][of_group] - most);
-      sum += s.sums_of(w)[i] * shrink, weights += s.totals[w][of_group] * shrink;
+      sum += s.sums_of(w)[place_of_sum(of_group, n)] * shrink, weights += s.totals[w][of_group] * shrink;
     }
     send(&s.received[rank * part + i % part], i / part, make_float4(sum, most, weights, 0.0f), &s.arrived);
   }

@@ -13,8 +13,6 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct dims { int x, y, z; };
@@ -140,18 +138,27 @@ static void load_transposed(unsigned (&r)[4], const void* row) {
   }
   __syncwarp();
 }
-// The layouts of m16n8k16: a lane has row lane / 4 of a and c, and column lane / 4 of b.
-static void multiply(float (&c)[4], unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
-  static Shown<uint4> shown;
+// The layouts of m16n8k16: a lane has rows lane / 4 + {0, 8} of a and c, and column lane / 4 of b.
+static void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  struct Operands { unsigned a[4], b[2]; };
+  static Shown<Operands> shown;
   int lane = threadIdx.x % WARP;
-  uint4* all = shown.show({a0, a2, b0, b1});
-  for (int column = 0; column < 2; ++column)
+  Operands* all = shown.show({{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  for (int i = 0; i < 4; ++i)
     for (int k = 0; k < 16; ++k) {
-      uint4 of_a = all[lane / 4 * 4 + k % 8 / 2], of_b = all[(lane % 4 * 2 + column) * 4 + k % 8 / 2];
-      unsigned a = k < 8 ? of_a.x : of_a.y, b = k < 8 ? of_b.z : of_b.w;
-      c[column] += wide((unsigned short)(a >> k % 2 * 16)) * wide((unsigned short)(b >> k % 2 * 16));
+      unsigned left = all[lane / 4 * 4 + k % 8 / 2].a[k / 8 * 2 + i / 2];
+      unsigned right = all[(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2].b[k / 8];
+      c[i] += wide((unsigned short)(left >> k % 2 * 16)) * wide((unsigned short)(right >> k % 2 * 16));
     }
   __syncwarp();
+}
+static unsigned transposed(unsigned pair) {
+  static Shown<unsigned> shown;
+  int lane = threadIdx.x % WARP, column = lane / 4;
+  unsigned* all = shown.show(pair);
+  unsigned low = all[lane % 4 * 8 + column / 2], high = all[lane % 4 * 8 + 4 + column / 2];
+  __syncwarp();
+  return (low >> column % 2 * 16 & 0xffff) | high >> column % 2 * 16 << 16;
 }
 
 // A barrier counts down to 0.
