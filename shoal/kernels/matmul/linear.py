@@ -60,10 +60,9 @@ def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
 
 
 @triton.jit
-def _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     norm = tl.load(norm_ptr + at, mask=at < I, other=0.0)
-    wait_for_inputs(PDL)
     x = tl.load(x_ptr + at, mask=at < I, other=0.0)
     tl.store(normed_ptr + at, normed_row(x.to(tl.float32), norm, eps, I).to(x.dtype), mask=at < I)
 
@@ -101,7 +100,8 @@ def _vector_kernel(
     """
     first = tl.program_id(0) * BLOCK_O
     if normed_ptr is not None and first >= O:
-        _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK_I, PDL)
+        wait_for_inputs(PDL)
+        _store_norm(x_ptr, norm_ptr, normed_ptr, eps, I, BLOCK_I)
         return
     out = first + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
