@@ -135,6 +135,19 @@ def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: 
 
 
 @pytest.mark.parametrize(
+    ("rows", "outs", "columns"), [(1, 128, 2048), (1, 257, 2048), (2, 128, 2048), (1, 8, 4096)]
+)
+def test_a_norm_is_returned_with_its_matmul(rows: int, outs: int, columns: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, columns).cuda().bfloat16(), torch.randn(outs, columns).cuda().bfloat16()
+    norm = torch.rand(columns).cuda().bfloat16()
+    normed, ours = triton_ops.norm_linear(x, norm, 1e-6, weight, None)
+    assert torch.equal(normed, triton_ops.rms_norm(x, norm, 1e-6))
+    exact = normed.double() @ weight.double().T
+    assert (ours - exact).norm() / exact.norm() < 6e-3
+
+
+@pytest.mark.parametrize(
     ("outs", "columns", "gated"),
     [(4096, 1024, False), (6144, 1024, True), (6144, 4096, False), (74, 2056, True)],
 )

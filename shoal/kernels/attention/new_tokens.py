@@ -31,8 +31,9 @@ from shoal.kernels.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 2
+MOST_TOKENS = 4
 LARGEST_CLUSTER, SMALLEST_CLUSTER = 16, 6  # programs that share the keys of a kv head
+FEWEST_PROGRAMS = 32  # Fewer read long contexts slowly.
 HEAD_SIZES = (64, 128)
 MOST_HEADS = 8  # query heads of a kv head: rows of a tensor core's tile
 WARPS, KEYS = 8, 16  # constants of new_tokens.cu
@@ -157,8 +158,8 @@ def _function(
     device: torch.device, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, CudaFunction] | None:
     """The largest clusters that all run at once, and their kernel. None: Triton's kernels do the work, as the
-    GPU, or the part of it that this process has (MIG), has too little room, or, with a warning, as the kernel
-    could not be compiled."""
+    GPU, or the part of it that this process has (MIG), has too little room, as the heads are too few, or,
+    with a warning, as the kernel could not be compiled."""
     kernel = kernel_of(num_heads, num_kv_heads, head_dim)
     try:
         binary = _binary(device, kernel).result()
@@ -169,7 +170,7 @@ def _function(
     for cluster in range(LARGEST_CLUSTER, SMALLEST_CLUSTER - 1, -1):
         at_once = function.clusters_at_once((cluster, num_kv_heads, num_tokens), 32 * WARPS)
         if at_once >= num_kv_heads * num_tokens:
-            return cluster, function
+            return (cluster, function) if cluster * num_kv_heads * num_tokens >= FEWEST_PROGRAMS else None
     return None
 
 
