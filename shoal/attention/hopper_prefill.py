@@ -61,9 +61,11 @@ class HopperPrefill:
 
     def takes(self, cache: LayerCache) -> bool:
         """Says if the kernel computes the step's prefills in a layer of this cache."""
-        if self.work is None or cache.window is not None:
+        if self.work is None:
             return False
-        return cache.scales_2G is not None or hopper.takes_blocks(cache.blocks)
+        if cache.scales_2G is not None:
+            return cache.window is None
+        return hopper.takes_blocks(cache.blocks)
 
     def prefill(
         self,
@@ -99,4 +101,5 @@ class HopperPrefill:
             self.shape.scale,
             self.num_sms,
             sinks_H,
+            cache.window,
         )

@@ -35,7 +35,6 @@ from shoal.kernels.attention.paged_attention import LOG2_E, has_sinks
 from shoal.kernels.hopper import barrier, is_hopper
 
 ROWS: gl.constexpr = gl.constexpr(128)  # (query, head) pairs of an item, half of them each warpgroup's
-BLOCK_N: gl.constexpr = gl.constexpr(128)  # keys of a tile
 STAGES: gl.constexpr = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 # numbers of 16 bits in 128 bytes, which tensor cores and TMA swizzle as one row
 PANEL: gl.constexpr = gl.constexpr(64)
@@ -49,7 +48,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, softca
     return (
         is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
+        and head_dim in (64, 128, 256)
         and softcap is None
     )
 
@@ -63,6 +62,15 @@ def takes_blocks(kv_layer: torch.Tensor) -> bool:
         and all(stride % head_dim == 0 for stride in kv_layer.stride()[:3])
         and num_blocks * kv_layer.stride(0) // head_dim < 2**31  # TMA's coordinates
     )
+
+
+@gluon.jit
+def _first_key(first_pos, WINDOW: gl.constexpr, BOX: gl.constexpr):
+    """Returns where an item's tiles of keys begin: with the box that has the first key which its first query
+    sees. Blocks before a window may be other sequences'."""
+    if WINDOW == 0:
+        return first_pos * 0
+    return gl.maximum(first_pos - (WINDOW - 1), 0) // BOX * BOX
 
 
 @gluon.jit
@@ -109,12 +117,14 @@ def _fetch(
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BOX: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     """The work of the producer warp. A cache block is fetched in boxes. What no query may see becomes
     zeros."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     PANELS: gl.constexpr = N // PANEL
+    BLOCK_N: gl.constexpr = k_smem.type.shape[1]
     BOXES: gl.constexpr = BLOCK_N // BOX
     TILE_BYTES: gl.constexpr = BLOCK_N * N * 2
     dtype: gl.constexpr = k_smem.dtype
@@ -145,11 +155,12 @@ def _fetch(
                     q_ready,
                     q_parts.index(half * PANELS + panel),
                 )
-        for tile in range(gl.cdiv(end, BLOCK_N)):
+        begin = _first_key(first_pos, WINDOW, BOX)
+        for tile in range(gl.cdiv(end - begin, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES & 1) ^ 1
             part = stage * PANELS * BOXES
-            first = tile * BLOCK_N
+            first = begin + tile * BLOCK_N
             lines = ()
             for box in gl.static_range(BOXES):
                 key = first + box * BOX
@@ -231,12 +242,18 @@ def _scores(q, k_smem, count, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.constexpr):
+def _softmax(
+    scores, highest, total, first, positions, scale_log2, MASKED: gl.constexpr, WINDOW: gl.constexpr
+):
     """Online softmax of the keys from `first` on. Returns weights, highest, total, and what the sums so far
     must be multiplied by."""
     if MASKED:
         keys = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        distances = positions[:, None] - keys[None, :]
+        seen = distances >= 0
+        if WINDOW > 0:
+            seen = seen & (distances < WINDOW)
+        scores = gl.where(seen, scores, float("-inf"))
     new_highest = gl.maximum(highest, gl.max(scores, 1) * scale_log2)
     shrink = gl.exp2(highest - new_highest)
     weights = gl.exp2(scores * scale_log2 - new_highest[:, None])
@@ -267,6 +284,7 @@ def _tiles(
     begin,
     end,
     tiles,
+    first_key,
     count,
     step,
     q,
@@ -277,11 +295,12 @@ def _tiles(
     positions,
     scale_log2,
     MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
     HALF: gl.constexpr,
     scores_layout: gl.constexpr,
     weights_layout: gl.constexpr,
 ):
-    """Works on the key tiles [begin, end) of an item of `tiles`. `weights` belong to tile begin - 1, whose
+    """Works on the key tiles [begin, end) of an item of `tiles`, which begin with `first_key`. `weights` belong to tile begin - 1, whose
     values are still to be added."""
     k_ready, k_free, v_ready, v_free = kv_bars
     for tile in range(begin, end):
@@ -292,8 +311,9 @@ def _tiles(
         mbarrier.arrive(turns.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(count % STAGES))
+        first = first_key + tile * k_smem.type.shape[1]
         scores, highest, total, shrink = _softmax(
-            scores, highest, total, tile * k_smem.type.shape[1], positions, scale_log2, MASKED
+            scores, highest, total, first, positions, scale_log2, MASKED, WINDOW
         )
         # It stands here because its branch keeps the assembler from moving the softmax behind the wait for
         # the values.
@@ -304,6 +324,19 @@ def _tiles(
         weights = _as_operand(scores, k_smem.dtype, weights_layout)
         count += 1
     return acc, weights, highest, total, count
+
+
+@gluon.constexpr_function
+def _out_layout(N):
+    """Runs of 16 bytes in a thread, in rows of the warp that has them in the layout of sums."""
+    columns = [[0, 2**i] for i in range(5, N.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *columns],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, N],
+    )
 
 
 @gluon.jit
@@ -321,6 +354,8 @@ def _attend(
     H: gl.constexpr,
     HEADS: gl.constexpr,
     N: gl.constexpr,
+    BOX: gl.constexpr,
+    WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HALF: gl.constexpr,
 ):
@@ -329,10 +364,11 @@ def _attend(
     k_ready, k_free, v_ready, v_free = kv_bars
     dtype: gl.constexpr = k_smem.dtype
     M: gl.constexpr = ROWS // 2
+    BLOCK_N: gl.constexpr = k_smem.type.shape[1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // N, N // 8], [4, 1], [1, 0])
+    out_layout: gl.constexpr = _out_layout(N)
     q = q_smem.index(HALF)
     turn = 0
     count = 0  # key tiles so far, over all items
@@ -340,8 +376,8 @@ def _attend(
     mbarrier.wait(q_ready, 0)
     first_token, num_queries, first_pos, head = _read(note)
     while num_queries > 0:
-        tiles = gl.cdiv(first_pos + num_queries, BLOCK_N)
-        middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # All rows see all keys of the tiles before it.
+        first_key = _first_key(first_pos, WINDOW, BOX)
+        tiles = gl.cdiv(first_pos + num_queries - first_key, BLOCK_N)
         positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // HEADS
 
         _await(k_ready, count)
@@ -353,41 +389,49 @@ def _attend(
             highest = gl.load(sinks_ptr + head + rows % HEADS) * LOG2_E
         else:
             highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
-        scores, highest, total, _ = _softmax(scores, highest, total, 0, positions, scale_log2, True)
+        scores, highest, total, _ = _softmax(
+            scores, highest, total, first_key, positions, scale_log2, True, WINDOW
+        )
         weights = _as_operand(scores, dtype, weights_layout)
         acc = gl.zeros([M, N], gl.float32, acc_layout)
         count += 1
         _await(k_ready, count, tiles > 1)
+        masked = 1
+        if WINDOW == 0:
+            masked = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # All rows see all keys of the tiles before.
+            acc, weights, highest, total, count = _tiles(
+                acc,
+                weights,
+                highest,
+                total,
+                1,
+                masked,
+                tiles,
+                first_key,
+                count,
+                step,
+                q,
+                k_smem,
+                v_smem,
+                kv_bars,
+                turns,
+                positions,
+                scale_log2,
+                False,
+                WINDOW,
+                HALF,
+                scores_layout,
+                weights_layout,
+            )
         acc, weights, highest, total, count = _tiles(
             acc,
             weights,
             highest,
             total,
-            1,
-            middle,
-            tiles,
-            count,
-            step,
-            q,
-            k_smem,
-            v_smem,
-            kv_bars,
-            turns,
-            positions,
-            scale_log2,
-            False,
-            HALF,
-            scores_layout,
-            weights_layout,
-        )
-        acc, weights, highest, total, count = _tiles(
-            acc,
-            weights,
-            highest,
-            total,
-            middle,
+            masked,
             tiles,
             tiles,
+            first_key,
             count,
             step,
             q,
@@ -398,6 +442,7 @@ def _attend(
             positions,
             scale_log2,
             True,
+            WINDOW,
             HALF,
             scores_layout,
             weights_layout,
@@ -452,6 +497,8 @@ def hopper_prefill_kernel(
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BOX: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
     """Items are pairs (HEADS heads, tile of ROWS / HEADS queries), with the heads in the outer order. So
@@ -496,6 +543,8 @@ def hopper_prefill_kernel(
                     H,
                     HEADS,
                     N,
+                    BOX,
+                    WINDOW,
                     HAS_SINKS,
                     0,
                 ),
@@ -516,6 +565,8 @@ def hopper_prefill_kernel(
                     H,
                     HEADS,
                     N,
+                    BOX,
+                    WINDOW,
                     HAS_SINKS,
                     1,
                 ),
@@ -548,12 +599,18 @@ def hopper_prefill_kernel(
                     N,
                     BLOCK_SIZE,
                     BOX,
+                    WINDOW,
                 ),
             ),
         ],
         [4, 1],
         [232, 40],
     )  # warps, and registers a thread, of all but the first
+
+
+def keys_of_tile(head_dim: int) -> int:
+    """Returns the number of keys of a tile. Two tiles of keys and two of values share an SM with the queries."""
+    return 128 if head_dim <= 128 else 64
 
 
 def heads_an_item(group: int) -> int:
@@ -602,9 +659,10 @@ def hopper_prefill_attention(
     scale: float,
     num_sms: int,
     sinks_H: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """Writes out_THN of the queries in `work`, which `prefill_work` made and which is on the device. All
-    their keys and values are in the cache.
+    their keys and values are in the cache. `window`: how many positions a query sees, with its own.
 
     `taken`: int32 [1]. Every launch leaves 0 there, which the next one counts on. So launches that share it
     must run one after the other."""
@@ -654,6 +712,8 @@ def hopper_prefill_attention(
         N=head_dim,
         BLOCK_SIZE=block_size,
         BOX=box,
+        BLOCK_N=keys_of_tile(head_dim),
+        WINDOW=window or 0,
         HAS_SINKS=has_sinks(sinks_H),
         num_warps=4,
         maxnreg=168,

@@ -150,6 +150,7 @@ def hopper(
     dtype: torch.dtype,
     block_size: int = 16,
     sinks: bool = False,
+    window: int | None = None,
 ) -> None:
     """A large prefill, on the one target that the kernel is for."""
     if triton.runtime.driver.active.get_current_target().arch != 90:
@@ -170,6 +171,7 @@ def hopper(
         0.1,
         132,
         torch.zeros(num_heads) if sinks else None,
+        window,
     )
 
 
@@ -193,6 +195,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
     "gpt-oss-20b on Hopper": partial(hopper, 64, 8, 64, BF16, sinks=True),
     "head size 128 and sinks on Hopper": partial(hopper, 20, 4, 128, BF16, 48, sinks=True),
+    "gpt-oss-20b on Hopper, a window": partial(hopper, 64, 8, 64, BF16, sinks=True, window=128),
+    "gemma-3-12b on Hopper": partial(hopper, 16, 8, 256, BF16),
+    "gemma-3-12b on Hopper, a window": partial(hopper, 16, 8, 256, BF16, window=1024),
+    "head size 256 on Hopper, tiny blocks": partial(hopper, 16, 2, 256, FP16, 8),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
     "blocks of an fp8 cache": unpack,
     "qwen3-8b, fp8 cache": partial(attend, 32, 8, 128, BF16, fp8=True),
