@@ -131,6 +131,8 @@ def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: 
     gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=1)
     ours = triton_ops.linear_gated(x, weight, None)
     assert error(ours, F.silu(gate) * up) < 8e-3
+    gelu = triton_ops.linear_gated(x, weight, None, "gelu_tanh")
+    assert error(gelu, F.gelu(gate, approximate="tanh") * up) < 8e-3
     assert torch.equal(triton_ops.linear_gated(x[:4096], weight, None), ours[:4096])
 
 

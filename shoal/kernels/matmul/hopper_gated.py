@@ -1,6 +1,6 @@
-"""silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon.
+"""activation(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon.
 
-As a kernel of its own, SiLU * up is a pass over twice the outputs, which takes a noticeable part of the time
+As a kernel of its own, activation * up is a pass over twice the outputs, which takes a noticeable part of the time
 of a matmul with few inputs.
 
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) four tiles of
@@ -73,7 +73,17 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
 
 @gluon.jit
 def _multiply(
-    out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_tiles, out_tiles, HALF: gl.constexpr
+    out_desc,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    free,
+    steps,
+    row_tiles,
+    out_tiles,
+    ACTIVATION: gl.constexpr,
+    HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
@@ -98,7 +108,7 @@ def _multiply(
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
         gate, up = gl.split(sums.reshape((ROWS, 2, BLOCK_F)).permute((0, 2, 1)))
-        result = gate_mul(gate, up, "silu", dtype)
+        result = gate_mul(gate, up, ACTIVATION, dtype)
         tma.store_wait(0)  # TMA has read the results of the tile before.
         barrier()
         out_smem.store(result)
@@ -111,7 +121,9 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["row_tiles"])
-def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_tiles):
+def hopper_gated_kernel(
+    x_desc, weight_desc, out_desc, F, steps, row_tiles, out_tiles, ACTIVATION: gl.constexpr
+):
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
     # gate, then up
@@ -136,6 +148,7 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
                     steps,
                     row_tiles,
                     out_tiles,
+                    ACTIVATION,
                     0,
                 ),
             ),
@@ -151,6 +164,7 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
                     steps,
                     row_tiles,
                     out_tiles,
+                    ACTIVATION,
                     1,
                 ),
             ),
@@ -161,7 +175,9 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
     )  # warps, and registers a thread, of all but the first
 
 
-def hopper_gated_matmul(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
+def hopper_gated_matmul(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, activation: str = "silu"
+) -> torch.Tensor:
     """[T, F]. Gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
     rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
@@ -176,6 +192,7 @@ def hopper_gated_matmul(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.T
         cdiv(inputs, BLOCK_I.value),
         row_tiles,
         out_tiles,
+        ACTIVATION=activation,
         num_warps=4,
         maxnreg=168,
     )

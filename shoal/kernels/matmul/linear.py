@@ -221,11 +221,10 @@ def linear_gated(
     x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
     """activation(first half of the outputs) * second half."""
-    if activation != "silu":
+    chosen = _choose(x_TI, weight_2FI, bias_2F, after=After.SILU_MUL)
+    if activation != "silu" and chosen.kernel is not Kernel.HOPPER_GATED:  # The others end with SiLU alone.
         return gate_mul(linear(x_TI, weight_2FI, bias_2F), activation)
-    return _run(
-        _choose(x_TI, weight_2FI, bias_2F, after=After.SILU_MUL), x_TI, weight_2FI, bias_2F, gated=True
-    )
+    return _run(chosen, x_TI, weight_2FI, bias_2F, activation)
 
 
 def add_norm_linear(
@@ -254,7 +253,7 @@ def add_norm_linear(
             if x_TD is None
             else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
         )
-        return _run(chosen, normed_TD, weight, bias, gated), residual_TD
+        return _run(chosen, normed_TD, weight, bias, activation), residual_TD
     if chosen.kernel is Kernel.HOPPER_ROW:
         return hopper_row.hopper_row_matmul(
             residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
@@ -305,13 +304,15 @@ def _run(
     x_TI: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool = False,
+    activation: str | None = None,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matmul by the kernel that was chosen. It is added to `residual_TO` in place, if there is one,
+    """The matmul by the kernel that was chosen, gated if there is an activation. It is added to `residual_TO` in place, if there is one,
     which is then returned."""
+    gated = activation is not None
     if chosen.kernel is Kernel.HOPPER_GATED:
-        return hopper_gated.hopper_gated_matmul(x_TI, weight)
+        assert activation is not None
+        return hopper_gated.hopper_gated_matmul(x_TI, weight, activation)
     if chosen.kernel is Kernel.HOPPER_ROW:
         return hopper_row.hopper_row_matmul(x_TI, weight, bias, gated, residual_TO)
     match chosen.tiles:
