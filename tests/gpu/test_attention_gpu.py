@@ -326,6 +326,9 @@ def test_prefills_fresh_and_after_a_prefix(heads: tuple[int, int, int], dtype: t
         ((9, 3, 64), 8, BF16),
         ((8, 1, 128), 32, FP16),
         ((12, 2, 128), 256, BF16),
+        ((16, 8, 256), 16, BF16),
+        ((16, 2, 256), 32, FP16),
+        ((9, 3, 256), 8, BF16),
     ],
 )
 def test_large_prefills(
@@ -356,11 +359,15 @@ def test_large_prefills(
     )
 
 
-def test_large_prefills_answer_the_same_bits_every_time() -> None:
-    case = Case([(n, n + 37 * n % 1000) for n in range(1, 900, 13)], 16)
-    first = case.attend()
-    for _ in range(100):
-        assert torch.equal(case.attend(), first)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (16, 8, 256)], ids=str)
+@pytest.mark.parametrize("window", [None, 200])
+def test_large_prefills_answer_the_same_bits_every_time(
+    heads: tuple[int, int, int], window: int | None
+) -> None:
+    case = Case([(n, n + 37 * n % 1000) for n in range(1, 900, 13)], *heads)
+    first = case.attend(window)
+    for _ in range(50):
+        assert torch.equal(case.attend(window), first)
     assert not case.backend.taken.any()
 
 

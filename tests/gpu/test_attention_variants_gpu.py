@@ -102,6 +102,20 @@ def test_every_head_size_in_every_step(
     VariedCase(build(sequences, *heads, num_decodes=num_decodes), variant, window).check()
 
 
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((64, 8, 64), 16), ((20, 4, 128), 32), ((8, 8, 128), 8), ((16, 8, 256), 16), ((16, 2, 256), 48)],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", ["plain", "sinks"])
+@pytest.mark.parametrize("window", [1, 100, 128, 1024])
+def test_windows_of_large_prefills(
+    window: int, variant: str, heads: tuple[int, int, int], block_size: int
+) -> None:
+    sequences = [*decodes([300, 40]), (2100, 2100), (1, 5), (129, 129), (700, 777), (333, 2000), (128, 2177)]
+    VariedCase(Case(sequences, *heads, block_size, num_decodes=2), variant, window).check()
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [FP16, FP32])

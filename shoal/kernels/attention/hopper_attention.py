@@ -300,8 +300,8 @@ def _tiles(
     scores_layout: gl.constexpr,
     weights_layout: gl.constexpr,
 ):
-    """Works on the key tiles [begin, end) of an item of `tiles`, which begin with `first_key`. `weights` belong to tile begin - 1, whose
-    values are still to be added."""
+    """Works on the key tiles [begin, end) of an item of `tiles`, of which the first begins with `first_key`.
+    `weights` belong to tile begin - 1, whose values are still to be added."""
     k_ready, k_free, v_ready, v_free = kv_bars
     for tile in range(begin, end):
         mbarrier.wait(turns.index(HALF), ((step + tile) & 1) ^ (1 - HALF))
@@ -609,7 +609,8 @@ def hopper_prefill_kernel(
 
 
 def keys_of_tile(head_dim: int) -> int:
-    """Returns the number of keys of a tile. Two tiles of keys and two of values share an SM with the queries."""
+    """Returns the number of keys of a tile. Shared memory has room for two tiles of keys and two of values
+    beside the queries."""
     return 128 if head_dim <= 128 else 64
 
 

@@ -1,7 +1,7 @@
 """activation(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon.
 
-As a kernel of its own, activation * up is a pass over twice the outputs, which takes a noticeable part of the time
-of a matmul with few inputs.
+As a kernel of its own, activation * up is a pass over twice the outputs, which takes a noticeable part of the
+time of a matmul with few inputs.
 
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) four tiles of
 inputs ahead of them, over the ends of output tiles too. Two warpgroups of 64 rows share each tile of gate and

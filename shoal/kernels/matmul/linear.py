@@ -307,8 +307,8 @@ def _run(
     activation: str | None = None,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matmul by the kernel that was chosen, gated if there is an activation. It is added to `residual_TO` in place, if there is one,
-    which is then returned."""
+    """The matmul by the kernel that was chosen, gated if there is an activation. It is added to `residual_TO`
+    in place, if there is one, which is then returned."""
     gated = activation is not None
     if chosen.kernel is Kernel.HOPPER_GATED:
         assert activation is not None

@@ -589,11 +589,9 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
         assert prefill_work(tuple(starts), tuple(kv_lens), 2, group, select[:0])[1] == 0
 
 
-def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_prefills_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_plain_torch(
-        q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms, sinks_H
+        q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms, sinks_H, window
     ) -> None:
         tiles.append(len(work))
         for token, count, position, seq in work.tolist():
@@ -606,6 +604,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
                 rows_S[seq : seq + 1],
                 block_tables_RM,
                 scale,
+                window,
             )
 
     tiles: list[int] = []  # per launch
@@ -625,7 +624,9 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
         backend.begin(case.step)
         assert (backend.hopper.work is not None) == (prefills[0][0] != 99)
         for window in (None, 10):
+            launches = len(tiles)
             case.check(backend.attend(case.q, case.k, case.v, case.cache(window), case.step), window)
+            assert (len(tiles) > launches) == (backend.hopper.work is not None)
         wanted = np.array([0, case.step.num_tokens - 1])
         step = select(case.step, wanted)
         backend.begin(step)

@@ -201,7 +201,7 @@ def test_blocks_become_plain_numbers(block_size: int, head_dim: int, dtype: torc
 
 def test_large_prefills_go_to_hoppers_kernel_as_plain_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_plain_torch(
-        q_THN, kv_layer, out_THN, work, taken, rows_S, tables_RM, scale, num_sms, sinks_H
+        q_THN, kv_layer, out_THN, work, taken, rows_S, tables_RM, scale, num_sms, sinks_H, window
     ) -> None:
         launched.append(len(kv_layer))
         assert kv_layer.dtype == q_THN.dtype
