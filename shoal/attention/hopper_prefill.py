@@ -16,6 +16,8 @@ if HAS_GLUON:
 
 # From this many prefill tokens on the kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
+# The fewest tiles of keys that a window has in the kernel. Of a narrower one its tiles are mostly masked.
+WINDOW_TILES = 8
 
 
 class HopperPrefill:
@@ -33,6 +35,7 @@ class HopperPrefill:
         self.is_supported = HAS_GLUON and hopper.is_supported(device, dtype, shape.head_dim, shape.softcap)
         self.shape, self.max_model_len = shape, max_model_len
         self.fp8_cache, self.num_sms = fp8_cache, num_sms
+        self.keys = hopper.item_tiles(shape.head_dim).keys if HAS_GLUON else 0
         # The tiles of the step's prefills, if the kernel gets them; those with selected tokens come first.
         self.work: torch.Tensor | None = None
         self.selected_work = 0  # how many tiles have selected tokens
@@ -54,6 +57,7 @@ class HopperPrefill:
             host.kv_lens,
             step.num_decodes,
             self.shape.num_heads // self.shape.num_kv_heads,
+            self.shape.head_dim,
             host.selected_tokens,
         )
         on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
@@ -63,9 +67,10 @@ class HopperPrefill:
         """Says if the kernel computes the step's prefills in a layer of this cache."""
         if self.work is None:
             return False
-        if cache.scales_2G is not None:
+        if cache.scales_2G is not None:  # Unpacked blocks begin with the sequence.
             return cache.window is None
-        return hopper.takes_blocks(cache.blocks)
+        wide = cache.window is None or cache.window >= WINDOW_TILES * self.keys
+        return wide and hopper.takes_blocks(cache.blocks)
 
     def prefill(
         self,

@@ -329,6 +329,8 @@ def test_prefills_fresh_and_after_a_prefix(heads: tuple[int, int, int], dtype: t
         ((16, 8, 256), 16, BF16),
         ((16, 2, 256), 32, FP16),
         ((9, 3, 256), 8, BF16),
+        ((16, 2, 512), 16, BF16),
+        ((8, 1, 512), 8, FP16),
     ],
 )
 def test_large_prefills(

@@ -18,6 +18,8 @@ A line is one token's N numbers of K or V of one head in the cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from triton.experimental import gluon
@@ -34,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from shoal.kernels.attention.paged_attention import LOG2_E, has_sinks
 from shoal.kernels.hopper import barrier, is_hopper
 
-ROWS: gl.constexpr = gl.constexpr(128)  # (query, head) pairs of an item, half of them each warpgroup's
+ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup: (query, head) pairs
 STAGES: gl.constexpr = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 # numbers of 16 bits in 128 bytes, which tensor cores and TMA swizzle as one row
 PANEL: gl.constexpr = gl.constexpr(64)
@@ -48,7 +50,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, softca
     return (
         is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128, 256)
+        and head_dim in (64, 128, 256, 512)
         and softcap is None
     )
 
@@ -65,12 +67,13 @@ def takes_blocks(kv_layer: torch.Tensor) -> bool:
 
 
 @gluon.jit
-def _first_key(first_pos, WINDOW: gl.constexpr, BOX: gl.constexpr):
+def _first_key(first_pos, window, WINDOWED: gl.constexpr, BOX: gl.constexpr):
     """Returns where an item's tiles of keys begin: with the box that has the first key which its first query
     sees. Blocks before a window may be other sequences'."""
-    if WINDOW == 0:
-        return first_pos * 0
-    return gl.maximum(first_pos - (WINDOW - 1), 0) // BOX * BOX
+    first = first_pos * 0
+    if WINDOWED:
+        first = gl.maximum(first_pos - (window - 1), 0) // BOX * BOX
+    return first
 
 
 @gluon.jit
@@ -112,12 +115,13 @@ def _fetch(
     kv_lines,
     head_lines,
     num_lines,
+    window,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BOX: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     """The work of the producer warp. A cache block is fetched in boxes. What no query may see becomes
     zeros."""
@@ -128,7 +132,8 @@ def _fetch(
     BOXES: gl.constexpr = BLOCK_N // BOX
     TILE_BYTES: gl.constexpr = BLOCK_N * N * 2
     dtype: gl.constexpr = k_smem.dtype
-    q_parts = q_smem._reinterpret(dtype, [2 * PANELS, ROWS // 2 // HEADS, HEADS, PANEL], q_desc.layout)
+    ROW_TILES: gl.constexpr = q_smem.type.shape[0]
+    q_parts = q_smem._reinterpret(dtype, [ROW_TILES * PANELS, ROWS // HEADS, HEADS, PANEL], q_desc.layout)
     k_parts = k_smem._reinterpret(dtype, [STAGES * PANELS * BOXES, BOX, PANEL], kv_desc.layout)
     v_parts = v_smem._reinterpret(dtype, [STAGES * PANELS * BOXES, BOX, PANEL], kv_desc.layout)
     item = gl.program_id(0)
@@ -146,16 +151,16 @@ def _fetch(
 
         mbarrier.wait(q_free, (turn & 1) ^ 1)
         _write(note, first_token, num_queries, first_pos, head)
-        mbarrier.expect(q_ready, ROWS * N * 2)
-        for half in gl.static_range(2):
+        mbarrier.expect(q_ready, ROW_TILES * ROWS * N * 2)
+        for row_tile in gl.static_range(ROW_TILES):
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
                     q_desc,
-                    [first_token + half * (ROWS // 2 // HEADS), head, panel * PANEL],
+                    [first_token + row_tile * (ROWS // HEADS), head, panel * PANEL],
                     q_ready,
-                    q_parts.index(half * PANELS + panel),
+                    q_parts.index(row_tile * PANELS + panel),
                 )
-        begin = _first_key(first_pos, WINDOW, BOX)
+        begin = _first_key(first_pos, window, WINDOWED, BOX)
         for tile in range(gl.cdiv(end - begin, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES & 1) ^ 1
@@ -235,6 +240,13 @@ def _await(ready, count, pred=True):
 
 
 @gluon.jit
+def _values(v_smem, count, HALF: gl.constexpr):
+    """The values of key tile `count`, or where warpgroups share their rows, this one's columns of them."""
+    PARTS: gl.constexpr = v_smem.type.shape[0] // STAGES
+    return v_smem.index(count % STAGES * PARTS + HALF % PARTS)
+
+
+@gluon.jit
 def _scores(q, k_smem, count, layout: gl.constexpr):
     """Sets out for the scores of key tile `count`."""
     zeros = gl.full([q.type.shape[0], k_smem.type.shape[1]], 0.0, gl.float32, layout)
@@ -243,16 +255,17 @@ def _scores(q, k_smem, count, layout: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    scores, highest, total, first, positions, scale_log2, MASKED: gl.constexpr, WINDOW: gl.constexpr
+    scores, highest, total, first, positions, window, scale_log2, MASKED: gl.constexpr, WINDOWED: gl.constexpr
 ):
     """Online softmax of the keys from `first` on. Returns weights, highest, total, and what the sums so far
     must be multiplied by."""
     if MASKED:
         keys = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         distances = positions[:, None] - keys[None, :]
-        seen = distances >= 0
-        if WINDOW > 0:
-            seen = seen & (distances < WINDOW)
+        if WINDOWED:  # A key behind the query is far away as an unsigned number.
+            seen = distances.to(gl.uint32) < window.to(gl.uint32)
+        else:
+            seen = distances >= 0
         scores = gl.where(seen, scores, float("-inf"))
     new_highest = gl.maximum(highest, gl.max(scores, 1) * scale_log2)
     shrink = gl.exp2(highest - new_highest)
@@ -293,9 +306,10 @@ def _tiles(
     kv_bars,
     turns,
     positions,
+    window,
     scale_log2,
     MASKED: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOWED: gl.constexpr,
     HALF: gl.constexpr,
     scores_layout: gl.constexpr,
     weights_layout: gl.constexpr,
@@ -307,13 +321,13 @@ def _tiles(
         mbarrier.wait(turns.index(HALF), ((step + tile) & 1) ^ (1 - HALF))
         scores = _scores(q, k_smem, count, scores_layout)
         _await(v_ready, count - 1)
-        acc = warpgroup_mma(weights, v_smem.index((count - 1) % STAGES), acc, is_async=True)
+        acc = warpgroup_mma(weights, _values(v_smem, count - 1, HALF), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(count % STAGES))
         first = first_key + tile * k_smem.type.shape[1]
         scores, highest, total, shrink = _softmax(
-            scores, highest, total, first, positions, scale_log2, MASKED, WINDOW
+            scores, highest, total, first, positions, window, scale_log2, MASKED, WINDOWED
         )
         # It stands here because its branch keeps the assembler from moving the softmax behind the wait for
         # the values.
@@ -350,12 +364,13 @@ def _attend(
     kv_bars,
     turns,
     sinks_ptr,
+    window,
     scale_log2,
     H: gl.constexpr,
     HEADS: gl.constexpr,
     N: gl.constexpr,
     BOX: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOWED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HALF: gl.constexpr,
 ):
@@ -363,22 +378,24 @@ def _attend(
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     dtype: gl.constexpr = k_smem.dtype
-    M: gl.constexpr = ROWS // 2
+    M: gl.constexpr = ROWS
     BLOCK_N: gl.constexpr = k_smem.type.shape[1]
+    COLUMNS: gl.constexpr = v_smem.type.shape[2]
+    ROW_TILE: gl.constexpr = HALF % q_smem.type.shape[0]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    out_layout: gl.constexpr = _out_layout(N)
-    q = q_smem.index(HALF)
+    out_layout: gl.constexpr = _out_layout(COLUMNS)
+    q = q_smem.index(ROW_TILE)
     turn = 0
     count = 0  # key tiles so far, over all items
     step = -1  # one less than the turns taken so far; an item's first tile takes none
     mbarrier.wait(q_ready, 0)
     first_token, num_queries, first_pos, head = _read(note)
     while num_queries > 0:
-        first_key = _first_key(first_pos, WINDOW, BOX)
+        first_key = _first_key(first_pos, window, WINDOWED, BOX)
         tiles = gl.cdiv(first_pos + num_queries - first_key, BLOCK_N)
-        positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // HEADS
+        positions = first_pos + (ROW_TILE * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // HEADS
 
         _await(k_ready, count)
         scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, count, scores_layout)])
@@ -390,14 +407,14 @@ def _attend(
         else:
             highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
         scores, highest, total, _ = _softmax(
-            scores, highest, total, first_key, positions, scale_log2, True, WINDOW
+            scores, highest, total, first_key, positions, window, scale_log2, True, WINDOWED
         )
         weights = _as_operand(scores, dtype, weights_layout)
-        acc = gl.zeros([M, N], gl.float32, acc_layout)
+        acc = gl.zeros([M, COLUMNS], gl.float32, acc_layout)
         count += 1
         _await(k_ready, count, tiles > 1)
         masked = 1
-        if WINDOW == 0:
+        if not WINDOWED:
             masked = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # All rows see all keys of the tiles before.
             acc, weights, highest, total, count = _tiles(
                 acc,
@@ -416,9 +433,10 @@ def _attend(
                 kv_bars,
                 turns,
                 positions,
+                window,
                 scale_log2,
                 False,
-                WINDOW,
+                WINDOWED,
                 HALF,
                 scores_layout,
                 weights_layout,
@@ -440,9 +458,10 @@ def _attend(
             kv_bars,
             turns,
             positions,
+            window,
             scale_log2,
             True,
-            WINDOW,
+            WINDOWED,
             HALF,
             scores_layout,
             weights_layout,
@@ -450,17 +469,17 @@ def _attend(
         step += tiles - 1
         mbarrier.arrive(q_free)
         _await(v_ready, count - 1)
-        acc = warpgroup_mma(weights, v_smem.index((count - 1) % STAGES), acc, is_async=True)
+        acc = warpgroup_mma(weights, _values(v_smem, count - 1, HALF), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index((count - 1) % STAGES))
 
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
         result = gl.convert_layout(acc.to(dtype), out_layout)
-        rows = HALF * M + gl.arange(0, M, gl.SliceLayout(1, out_layout))
+        rows = ROW_TILE * M + gl.arange(0, M, gl.SliceLayout(1, out_layout))
         offsets = rows // HEADS * (H * N) + rows % HEADS * N
-        tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N
+        tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N + HALF * COLUMNS % N
         gl.store(
-            tile_ptr + offsets[:, None] + gl.arange(0, N, gl.SliceLayout(0, out_layout))[None, :],
+            tile_ptr + offsets[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, out_layout))[None, :],
             result,
             mask=(rows // HEADS < num_queries)[:, None],
         )
@@ -470,7 +489,7 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_items", "num_lines"],
+    do_not_specialize=["window", "num_tiles", "num_items", "num_lines"],
     do_not_specialize_on_alignment=["work_ptr", "taken_ptr", "rows_ptr", "table_ptr", "sinks_ptr"],
 )
 def hopper_prefill_kernel(
@@ -483,6 +502,7 @@ def hopper_prefill_kernel(
     rows_ptr,
     table_ptr,
     sinks_ptr,
+    window,
     scale_log2,
     num_tiles,
     num_items,
@@ -497,16 +517,18 @@ def hopper_prefill_kernel(
     N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BOX: gl.constexpr,
+    ROW_TILES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOWED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
-    """Items are pairs (HEADS heads, tile of ROWS / HEADS queries), with the heads in the outer order. So
-    programs that run side by side read the same keys, from the L2 cache."""
+    """Items are pairs (HEADS heads, tile of ROW_TILES * ROWS / HEADS queries), with the heads in the outer
+    order. So programs that run side by side read the same keys, from the L2 cache."""
     dtype: gl.constexpr = kv_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, N], kv_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [ROW_TILES, ROWS, N], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, N], kv_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, N], kv_desc.layout)
+    PARTS: gl.constexpr = 2 // ROW_TILES
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, N // PARTS], kv_desc.layout)
     note = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -539,12 +561,13 @@ def hopper_prefill_kernel(
                     kv_bars,
                     turns,
                     sinks_ptr,
+                    window,
                     scale_log2,
                     H,
                     HEADS,
                     N,
                     BOX,
-                    WINDOW,
+                    WINDOWED,
                     HAS_SINKS,
                     0,
                 ),
@@ -561,12 +584,13 @@ def hopper_prefill_kernel(
                     kv_bars,
                     turns,
                     sinks_ptr,
+                    window,
                     scale_log2,
                     H,
                     HEADS,
                     N,
                     BOX,
-                    WINDOW,
+                    WINDOWED,
                     HAS_SINKS,
                     1,
                 ),
@@ -594,12 +618,13 @@ def hopper_prefill_kernel(
                     kv_lines,
                     head_lines,
                     num_lines,
+                    window,
                     GROUP,
                     HEADS,
                     N,
                     BLOCK_SIZE,
                     BOX,
-                    WINDOW,
+                    WINDOWED,
                 ),
             ),
         ],
@@ -608,10 +633,18 @@ def hopper_prefill_kernel(
     )  # warps, and registers a thread, of all but the first
 
 
-def keys_of_tile(head_dim: int) -> int:
-    """Returns the number of keys of a tile. Shared memory has room for two tiles of keys and two of values
-    beside the queries."""
-    return 128 if head_dim <= 128 else 64
+class ItemTiles(NamedTuple):
+    """Tile sizes by head size. Two warpgroups that share one tile of rows both compute its scores, and have
+    half of the values' columns each."""
+
+    row_tiles: int  # of 64 rows
+    keys: int
+
+
+def item_tiles(head_dim: int) -> ItemTiles:
+    """Returns the largest tiles for which there are registers, and shared memory for the rows and two tiles
+    each of keys and values."""
+    return ItemTiles(2, 128) if head_dim <= 128 else ItemTiles(2, 64) if head_dim <= 256 else ItemTiles(1, 32)
 
 
 def heads_an_item(group: int) -> int:
@@ -625,6 +658,7 @@ def prefill_work(
     kv_lens: tuple[int, ...],
     first_seq: int,
     group: int,
+    head_dim: int,
     select: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
     """The tiles of the sequences from `first_seq` on, int32 [tiles, 4]: first token, number of queries,
@@ -633,7 +667,7 @@ def prefill_work(
     The tiles with tokens of `select` (ascending; None: all tokens) come first, then the others; among both,
     those with most keys are first. Returned too: how many tiles have selected tokens."""
     starts = np.array(query_starts[first_seq:])
-    lens, tile = np.diff(starts), ROWS.value // heads_an_item(group)
+    lens, tile = np.diff(starts), item_tiles(head_dim).row_tiles * ROWS.value // heads_an_item(group)
     counts = -(-lens // tile)
     seqs = np.repeat(np.arange(len(lens)), counts)
     firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
@@ -669,7 +703,7 @@ def hopper_prefill_attention(
     must run one after the other."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     num_heads = q_THN.shape[1]
-    heads, box = heads_an_item(num_heads // num_kv_heads), min(block_size, BOX)
+    heads, box, tiles = heads_an_item(num_heads // num_kv_heads), min(block_size, BOX), item_tiles(head_dim)
     assert (
         q_THN.stride()[1:] == (head_dim, 1)
         and out_THN.is_contiguous()
@@ -682,7 +716,7 @@ def hopper_prefill_attention(
         q_THN,
         list(q_THN.shape),
         list(q_THN.stride()),
-        [ROWS.value // 2 // heads, heads, PANEL.value],
+        [ROWS.value // heads, heads, PANEL.value],
         QUERY_LAYOUT,
     )
     kv_desc = TensorDescriptor(
@@ -699,6 +733,7 @@ def hopper_prefill_attention(
         rows_S,
         block_tables_RM,
         sinks_H,
+        window or 0,
         scale * LOG2_E.value,
         work.shape[0],
         num_items,
@@ -713,8 +748,9 @@ def hopper_prefill_attention(
         N=head_dim,
         BLOCK_SIZE=block_size,
         BOX=box,
-        BLOCK_N=keys_of_tile(head_dim),
-        WINDOW=window or 0,
+        ROW_TILES=tiles.row_tiles,
+        BLOCK_N=tiles.keys,
+        WINDOWED=window is not None,
         HAS_SINKS=has_sinks(sinks_H),
         num_warps=4,
         maxnreg=168,

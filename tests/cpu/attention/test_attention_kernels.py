@@ -559,11 +559,11 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    for group in (1, 2, 3, 4, 6, 64):
+    for group, head_dim in ((1, 64), (2, 256), (3, 128), (4, 128), (6, 64), (64, 64), (8, 512)):
         lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]  # two decodes, which cost nothing here
         kv_lens = [n + rng.choice([0, rng.randint(1, 400)]) for n in lens]
         starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
-        work, selected = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
+        work, selected = prefill_work(tuple(starts), tuple(kv_lens), 2, group, head_dim)
         assert selected == len(work)
         queries = [
             (token + i, position + i, seq)
@@ -577,16 +577,16 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
             if seq >= 2
         ]
         assert sorted(queries) == expected
-        assert work[:, 1].max() * heads_an_item(group) <= 128
+        assert work[:, 1].max() * heads_an_item(group) <= (128 if head_dim < 512 else 64)
         ends = (work[:, 1] + work[:, 2]).tolist()
         assert ends == sorted(ends, reverse=True)
 
         select = np.array(sorted(rng.sample(range(starts[-1]), 5)))
-        chosen, count = prefill_work(tuple(starts), tuple(kv_lens), 2, group, select)
+        chosen, count = prefill_work(tuple(starts), tuple(kv_lens), 2, group, head_dim, select)
         assert sorted(chosen.tolist()) == sorted(work.tolist())
         holds = [bool(((token <= select) & (select < token + n)).any()) for token, n, _, _ in chosen.tolist()]
         assert holds == [True] * count + [False] * (len(work) - count)
-        assert prefill_work(tuple(starts), tuple(kv_lens), 2, group, select[:0])[1] == 0
+        assert prefill_work(tuple(starts), tuple(kv_lens), 2, group, head_dim, select[:0])[1] == 0
 
 
 def test_large_prefills_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,6 +611,7 @@ def test_large_prefills_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hopper_module.hopper, "is_supported", lambda *_: True)
     monkeypatch.setattr(hopper_module.hopper, "hopper_prefill_attention", in_plain_torch)
     monkeypatch.setattr(hopper_module, "HOPPER_FROM", 100)
+    monkeypatch.setattr(hopper_module, "WINDOW_TILES", 0)
     for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
         case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
         backend = TritonBackend(
@@ -644,6 +645,16 @@ def test_large_prefills_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) ->
     count = len(tiles)
     backend.attend(case.q, case.k, case.v, case.cache(), case.step, selected=True)
     assert len(tiles) == count
+
+
+def test_narrow_windows_stay_with_the_kernel_of_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_module.hopper, "is_supported", lambda *_: True)
+    for head_dim, narrow, wide in ((64, 128, 1024), (256, 511, 512)):
+        case = Case([(600, 600)], head_dim=head_dim)
+        backend = TritonBackend(head_shape(4, 2, head_dim), 8, 8, 1024, torch.device("cpu"), torch.float32)
+        backend.begin(case.step)
+        taken = [backend.hopper.takes(case.cache(window)) for window in (narrow, wide, None)]
+        assert taken == [False, True, True]
 
 
 def test_backends_of_several_head_shapes_share_a_workspace() -> None:
