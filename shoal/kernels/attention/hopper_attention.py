@@ -11,6 +11,10 @@ and takes item after item from a counter. Its producer fetches for the next item
 cache block of 16 tokens of one head lies in one run, so that TMA fetches 64 dims of it with one
 instruction.
 
+With heads of 512 numbers the sums of 64 rows fill the registers of two warpgroups. These share the rows then:
+both compute all scores, and each sums half of the values' columns. With a window, tiles begin with the first
+key that an item sees.
+
 Figures are in benchmarks/results/kernels.md. The oracle is reference.py beside it. Shapes as in
 paged_attention.py.
 A line is one token's N numbers of K or V of one head in the cache.
@@ -36,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from shoal.kernels.attention.paged_attention import LOG2_E, has_sinks
 from shoal.kernels.hopper import barrier, is_hopper
 
-ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup: (query, head) pairs
+ROWS: gl.constexpr = gl.constexpr(64)  # (query, head) pairs of a warpgroup
 STAGES: gl.constexpr = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 # numbers of 16 bits in 128 bytes, which tensor cores and TMA swizzle as one row
 PANEL: gl.constexpr = gl.constexpr(64)
@@ -637,7 +641,7 @@ class ItemTiles(NamedTuple):
     """Tile sizes by head size. Two warpgroups that share one tile of rows both compute its scores, and have
     half of the values' columns each."""
 
-    row_tiles: int  # of 64 rows
+    row_tiles: int  # each has 64 rows
     keys: int
 
 
