@@ -264,12 +264,12 @@ def _softmax(
     """Online softmax of the keys from `first` on. Returns weights, highest, total, and what the sums so far
     must be multiplied by."""
     if MASKED:
-        keys = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        distances = positions[:, None] - keys[None, :]
-        if WINDOWED:  # A key behind the query is far away as an unsigned number.
-            seen = distances.to(gl.uint32) < window.to(gl.uint32)
-        else:
-            seen = distances >= 0
+        # Counted from the tile's first key, so that keys are constants in the comparisons.
+        keys = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
+        last = positions[:, None] - first
+        seen = keys <= last
+        if WINDOWED:
+            seen = seen & (keys > last - window)
         scores = gl.where(seen, scores, float("-inf"))
     new_highest = gl.maximum(highest, gl.max(scores, 1) * scale_log2)
     shrink = gl.exp2(highest - new_highest)
