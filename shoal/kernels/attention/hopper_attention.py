@@ -633,7 +633,7 @@ def hopper_prefill_kernel(
             ),
         ],
         [4, 1],
-        [232, 40],
+        [224, 56],
     )  # warps, and registers a thread, of all but the first
 
 

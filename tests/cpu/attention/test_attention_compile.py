@@ -200,7 +200,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "gemma-3-12b on Hopper, a window": partial(hopper, 16, 8, 256, BF16, window=1024),
     "head size 256 on Hopper, tiny blocks": partial(hopper, 16, 2, 256, FP16, 8),
     "gemma-4-26b-a4b on Hopper": partial(hopper, 16, 2, 512, BF16),
-    "gemma-4-e2b on Hopper, a window": partial(hopper, 8, 1, 512, FP16, 8, window=512),
+    "gemma-4-e2b on Hopper, a window": partial(hopper, 8, 1, 512, FP16, window=512),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
     "blocks of an fp8 cache": unpack,
     "qwen3-8b, fp8 cache": partial(attend, 32, 8, 128, BF16, fp8=True),
