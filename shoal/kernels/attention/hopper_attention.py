@@ -382,7 +382,6 @@ def _attend(
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     dtype: gl.constexpr = k_smem.dtype
-    M: gl.constexpr = ROWS
     BLOCK_N: gl.constexpr = k_smem.type.shape[1]
     COLUMNS: gl.constexpr = v_smem.type.shape[2]
     ROW_TILE: gl.constexpr = HALF % q_smem.type.shape[0]
@@ -399,22 +398,24 @@ def _attend(
     while num_queries > 0:
         first_key = _first_key(first_pos, window, WINDOWED, BOX)
         tiles = gl.cdiv(first_pos + num_queries - first_key, BLOCK_N)
-        positions = first_pos + (ROW_TILE * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // HEADS
+        positions = (
+            first_pos + (ROW_TILE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))) // HEADS
+        )
 
         _await(k_ready, count)
         scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, count, scores_layout)])
         mbarrier.arrive(k_free.index(count % STAGES))
-        total = gl.full([M], 1.0 if HAS_SINKS else 0.0, gl.float32, gl.SliceLayout(1, scores_layout))
+        total = gl.full([ROWS], 1.0 if HAS_SINKS else 0.0, gl.float32, gl.SliceLayout(1, scores_layout))
         if HAS_SINKS:  # It is a key without a value.
-            rows = gl.arange(0, M, gl.SliceLayout(1, scores_layout))
+            rows = gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
             highest = gl.load(sinks_ptr + head + rows % HEADS) * LOG2_E
         else:
-            highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
+            highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
         scores, highest, total, _ = _softmax(
             scores, highest, total, first_key, positions, window, scale_log2, True, WINDOWED
         )
         weights = _as_operand(scores, dtype, weights_layout)
-        acc = gl.zeros([M, COLUMNS], gl.float32, acc_layout)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
         count += 1
         _await(k_ready, count, tiles > 1)
         masked = 1
@@ -479,9 +480,9 @@ def _attend(
 
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
         result = gl.convert_layout(acc.to(dtype), out_layout)
-        rows = ROW_TILE * M + gl.arange(0, M, gl.SliceLayout(1, out_layout))
+        rows = ROW_TILE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
         offsets = rows // HEADS * (H * N) + rows % HEADS * N
-        tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N + HALF * COLUMNS % N
+        tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N + (HALF * COLUMNS) % N
         gl.store(
             tile_ptr + offsets[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, out_layout))[None, :],
             result,
