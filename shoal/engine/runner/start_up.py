@@ -20,6 +20,7 @@ from shoal.engine.runner.steps import Steps
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
 from shoal.layers.attention import Attention
+from shoal.models.copied_layers import CopiedLayers
 
 # Prompt length used to measure `seconds_per_prompt_token`.
 MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
@@ -198,14 +199,19 @@ def graphs_of(steps: Steps, ladders: dict[tuple[int, bool], list[int]]) -> Graph
     """The graphs of all kinds, which are not captured yet. `ladders`: of the decode steps
     (capture_sizes.py)."""
     short = steps.model.one_layer_of_each_kind
+    copied = CopiedLayers(steps.model, steps.cache.layers)
 
     def decode(key: DecodeKey) -> tuple[torch.Tensor, ...]:
-        logits_SV = steps.decode(key.rows, steps.max_model_len, key.sharing, queries=key.queries)
+        of_kind = key.rows, steps.max_model_len, key.sharing
+        logits_SV = copied.capture(lambda after: steps.decode(*of_kind, after, queries=key.queries))
         if steps.drafting is None:
             return (logits_SV,)
         return logits_SV, *steps.drafting.capture_end(key, key.rows, key.queries)
 
-    mixed = StepGraphs(steps.captured_mixed, steps.mixed_shapes[::-1], short)
+    def captured_mixed(shape: MixedShape) -> tuple[torch.Tensor, ...]:
+        return copied.capture(lambda after: steps.captured_mixed(shape, after))
+
+    mixed = StepGraphs(captured_mixed, steps.mixed_shapes[::-1], short)
     return DecodeGraphs(decode, ladders, short), mixed, steps.whole_rows.new_graphs()
 
 

@@ -320,7 +320,9 @@ class Steps:
         rows_S, positions_S = (sections[name][:num_samples] for name in ("sample_rows", "sample_positions"))
         return Outcome(logits_SV, SamplePlaces(rows_S, positions_S, tokens_S), hidden_SD)
 
-    def captured_mixed(self, shape: MixedShape) -> tuple[torch.Tensor, ...]:
+    def captured_mixed(
+        self, shape: MixedShape, after_layer: AfterLayer | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples, their logits,
         and the tokens before them. A graph captures this."""
         sections = self._static_sections(shape)
@@ -341,7 +343,7 @@ class Steps:
             prefixes=self.state.prefixes if shape.sharing else None,
         )
         select_S = sections["sample_index"].long()
-        hidden_SD = self.model(step, self.cache.layers, select_S)
+        hidden_SD = self.model(step, self.cache.layers, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
         more = () if self.drafting is None else self.drafting.captured(shape, step)
