@@ -2,12 +2,14 @@
 // declarations repeat the part of cuda.h that is used here, which belongs to CUDA's stable ABI, so that no header
 // is needed.
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { KERNEL = 0, SET = 1, MAX_NODES = 64, MAX_PARAMS = 128, MAX_WORDS = 64, MAX_BYTES = 4096 };
+enum { KERNEL = 0, SET = 1, MAX_NODES = 64, MAX_PARAMS = 128, MAX_WORDS = 64, MAX_BYTES = 8192 };
+enum { END, BUFFER, BUFFER_SIZE };      // keys of Kernel.extra
 
 typedef struct { unsigned char from, to, type, reserved[5]; } Edge;
 typedef struct {
@@ -25,6 +27,8 @@ typedef struct {
     Kernel kernel;
     Edge edge;          // from the node before
     int num_params, num_words;
+    bool is_buffer;     // All parameters were given as one buffer, which counts as one parameter here.
+    void *params[MAX_PARAMS];
     size_t sizes[MAX_PARAMS];
     Word words[MAX_WORDS];
 } Node;
@@ -70,29 +74,52 @@ void *shoal_copies_last(void *stream)
     return count == 1 ? nodes[0] : NULL;
 }
 
-static int describe(Node *node, void *handle, const Range *ranges, int num_ranges)
+// Finds the node's parameters and their sizes. Returns 0, or why it cannot: below 1,000, or 1,000 more than the
+// driver's code.
+static int find_params(Node *node)
 {
-    int type;
-    node->node = handle;
-    if (cuda.cuGraphNodeGetType(handle, &type) || type != KERNEL)
-        return 1;
-    if (cuda.cuGraphKernelNodeGetParams_v2(handle, &node->kernel) || !node->kernel.params)
-        return 2;
-    node->num_words = 0;
+    int type, code = cuda.cuGraphNodeGetType(node->node, &type);
+    if (code || type != KERNEL)
+        return code ? 1000 + code : 1;
+    if ((code = cuda.cuGraphKernelNodeGetParams_v2(node->node, &node->kernel)))
+        return 1000 + code;
+    node->num_params = 0;
+    node->is_buffer = !node->kernel.params;
+    if (node->is_buffer) {
+        if (!node->kernel.extra)
+            return 2;
+        for (void **at = node->kernel.extra; *at; at += 2)
+            if ((uintptr_t)at[0] == BUFFER)
+                node->params[0] = at[1];
+            else if ((uintptr_t)at[0] == BUFFER_SIZE)
+                node->sizes[0] = *(size_t *)at[1];
+        node->num_params = 1;
+        return node->sizes[0] > MAX_BYTES ? 3 : 0;
+    }
     for (int i = 0;; i++) {
         size_t offset, size;
-        int code = node->kernel.function ? cuda.cuFuncGetParamInfo(node->kernel.function, i, &offset, &size)
-                                         : cuda.cuKernelGetParamInfo(node->kernel.kernel, i, &offset, &size);
-        if (code) {
-            node->num_params = i;
-            return 0;
-        }
+        code = node->kernel.function ? cuda.cuFuncGetParamInfo(node->kernel.function, i, &offset, &size)
+                                     : cuda.cuKernelGetParamInfo(node->kernel.kernel, i, &offset, &size);
+        if (code)
+            return i ? 0 : 1000 + code;      // There is no further parameter.
         if (i == MAX_PARAMS || size > MAX_BYTES)
             return 3;
+        node->params[i] = node->kernel.params[i];
         node->sizes[i] = size;
-        for (size_t at = 0; at + 8 <= size; at += 8) {
+        node->num_params = i + 1;
+    }
+}
+
+// Finds the node's parameters, and the addresses in them that belong to the layer.
+static int describe(Node *node, void *handle, const Range *ranges, int num_ranges)
+{
+    node->node = handle;
+    int code = find_params(node);
+    node->num_words = 0;
+    for (int i = 0; i < node->num_params && !code; i++)
+        for (size_t at = 0; at + 8 <= node->sizes[i]; at += 8) {
             uint64_t word;
-            memcpy(&word, (char *)node->kernel.params[i] + at, 8);
+            memcpy(&word, (char *)node->params[i] + at, 8);
             for (int r = 0; r < num_ranges; r++) {
                 if (word < ranges[r].start || word - ranges[r].start >= ranges[r].size)
                     continue;
@@ -102,7 +129,7 @@ static int describe(Node *node, void *handle, const Range *ranges, int num_range
                 break;
             }
         }
-    }
+    return code;
 }
 
 // Describes the chain of nodes after `first` up to `last`, in order; returns their number, or the negative reason why
@@ -141,7 +168,7 @@ static int moved(const Node *node, const Range *ranges, const uint64_t *starts, 
         used = (used + 127) / 128 * 128;
         if (used + node->sizes[i] > room)
             return 7;
-        params[i] = memcpy(bytes + used, node->kernel.params[i], node->sizes[i]);
+        params[i] = memcpy(bytes + used, node->params[i], node->sizes[i]);
         used += node->sizes[i];
     }
     for (int w = 0; w < node->num_words; w++) {
@@ -167,13 +194,14 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
     int differs = 0;
     int count = chain(nodes, first, middle, ranges, num_ranges), other = chain(others, middle, last, ranges, num_ranges);
     if (count < 0 || count != other) {
-        snprintf(why, length, "%d and %d kernels", count, other);
+        snprintf(why, length, "layers of %d and %d kernels (negative: why they cannot be read)", count, other);
         differs = 1;
     }
     for (int i = 0; i < count && !differs; i++) {
         const Kernel *a = &nodes[i].kernel, *b = &others[i].kernel;
         if (a->function != b->function || a->kernel != b->kernel || memcmp(a->grid, b->grid, sizeof a->grid) ||
             memcmp(a->block, b->block, sizeof a->block) || a->shared != b->shared ||
+            nodes[i].num_params != others[i].num_params || memcmp(nodes[i].sizes, others[i].sizes, nodes[i].num_params * sizeof(size_t)) ||
             memcmp(&nodes[i].edge, &others[i].edge, sizeof(Edge))) {
             snprintf(why, length, "kernel %d is another one", i);
             differs = 1;
@@ -182,12 +210,12 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
         differs = moved(&nodes[i], ranges, starts, bytes, ROOM, params);
         for (int p = 0; p < nodes[i].num_params && !differs; p++)
             for (size_t at = 0; at < nodes[i].sizes[p]; at++)
-                if (((char *)params[p])[at] != ((char *)b->params[p])[at]) {
+                if (((char *)params[p])[at] != ((char *)others[i].params[p])[at]) {
                     uint64_t was = 0, expected = 0, found = 0;
                     size_t start = at / 8 * 8, size = nodes[i].sizes[p] - start < 8 ? nodes[i].sizes[p] - start : 8;
-                    memcpy(&was, (char *)nodes[i].kernel.params[p] + start, size);
+                    memcpy(&was, (char *)nodes[i].params[p] + start, size);
                     memcpy(&expected, (char *)params[p] + start, size);
-                    memcpy(&found, (char *)b->params[p] + start, size);
+                    memcpy(&found, (char *)others[i].params[p] + start, size);
                     snprintf(why, length, "kernel %d of %d, parameter %d of %zu bytes at %zu: %#llx, expected %#llx, found %#llx",
                              i, count, p, nodes[i].sizes[p], start, (unsigned long long)was, (unsigned long long)expected,
                              (unsigned long long)found);
@@ -202,7 +230,7 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
 
 // Adds `num_copies` copies of the nodes (`first`, `last`] after `last`, on which the next launch on `stream` depends.
 // Copy i has the addresses starts[i * num_ranges ...]. Returns the number of kernels of a copy, or the negative reason
-// why there is none: below -100 the driver's code.
+// why there is none: below -1,000 the driver's code.
 int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges, int num_ranges, const uint64_t *starts,
                      int num_copies)
 {
@@ -223,7 +251,9 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
         for (int i = 0; i < count && !code; i++) {
             Kernel kernel = nodes[i].kernel;
             void *node;
-            kernel.params = params;
+            void *extra[] = {(void *)BUFFER, bytes, (void *)BUFFER_SIZE, &nodes[i].sizes[0], END};
+            kernel.params = nodes[i].is_buffer ? NULL : params;
+            kernel.extra = nodes[i].is_buffer ? extra : NULL;
             if (moved(&nodes[i], ranges, starts + (size_t)copy * num_ranges, bytes, ROOM, params)) {
                 code = 7;
                 break;
@@ -231,11 +261,11 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
             code = cuda.cuGraphAddKernelNode_v2(&node, graph, NULL, 0, &kernel);
             code = code ? code : cuda.cuGraphKernelNodeCopyAttributes(node, nodes[i].node);
             code = code ? code : cuda.cuGraphAddDependencies_v2(graph, &before, &node, &nodes[i].edge, 1);
-            code = code ? code + 100 : 0;
+            code = code ? code + 1000 : 0;
             before = node;
         }
     if (count > 0 && !code && (code = cuda.cuStreamUpdateCaptureDependencies_v2(stream, &before, &next, 1, SET)))
-        code += 100;
+        code += 1000;
     free(bytes);
     free(nodes);
     return code ? -code : count;

@@ -86,8 +86,8 @@ class LayerCopies:
         code = self._library.shoal_copies_add(
             stream, *self._ends[1:], *_ranges(copied), _starts(others), len(others)
         )
-        if code < -100:
-            raise RuntimeError(f"CUDA error {-100 - code} while a layer's kernels were copied in a graph")
+        if code < -1000:
+            raise RuntimeError(f"CUDA error {-1000 - code} while a layer's kernels were copied in a graph")
         if code < 0:
             self.refused = f"its kernels cannot be copied ({code})"
         return code > 0
