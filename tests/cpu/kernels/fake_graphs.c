@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST = 1000 };
+enum { MOST = 1000, BUFFER = 1, BUFFER_SIZE = 2 };
 
 typedef struct { unsigned char from, to, type, reserved[5]; } Edge;
 typedef struct {
@@ -16,15 +16,26 @@ typedef struct Node { struct Node *before; Edge edge; Kernel kernel; int attribu
 typedef struct { int capturing; Node *last; Edge next; int num_nodes; Node *nodes[MOST]; } Stream;
 // A function's parameters: an address and, as in a descriptor for TMA, 128 bytes that begin with one, and an int.
 static const size_t sizes[] = {8, 128, 4};
-enum { NUM = 3 };
+enum { NUM = 3, OF_ALL = 8 + 128 + 4 };
 
 static Node *new_node(Stream *stream, const Kernel *kernel)
 {
     Node *node = calloc(1, sizeof(Node));
     node->kernel = *kernel;
-    node->kernel.params = calloc(NUM, sizeof(void *));
-    for (int i = 0; i < NUM; i++)
-        node->kernel.params[i] = memcpy(malloc(sizes[i]), kernel->params[i], sizes[i]);
+    if (kernel->params) {
+        node->kernel.params = calloc(NUM, sizeof(void *));
+        for (int i = 0; i < NUM; i++)
+            node->kernel.params[i] = memcpy(malloc(sizes[i]), kernel->params[i], sizes[i]);
+    } else {
+        size_t *size = malloc(sizeof(size_t));
+        void **extra = calloc(5, sizeof(void *));
+        *size = *(size_t *)kernel->extra[3];
+        extra[0] = (void *)BUFFER;
+        extra[1] = memcpy(malloc(*size), kernel->extra[1], *size);
+        extra[2] = (void *)BUFFER_SIZE;
+        extra[3] = size;
+        node->kernel.extra = extra;
+    }
     return stream->nodes[stream->num_nodes++] = node;
 }
 
@@ -35,11 +46,22 @@ Stream *fake_stream(void)
     return stream;
 }
 
-void fake_launch(Stream *stream, void *function, unsigned grid, uint64_t address, uint64_t described, int number)
+// With `as_buffer` the parameters are given as one.
+void fake_launch(Stream *stream, void *function, unsigned grid, uint64_t address, uint64_t described, int number, int as_buffer)
 {
     uint64_t descriptor[16] = {described, 7, 9};
     void *params[NUM] = {&address, descriptor, &number};
-    Kernel kernel = {.function = function, .grid = {grid, 1, 1}, .block = {32, 1, 1}, .params = params};
+    char buffer[OF_ALL];
+    size_t size = OF_ALL;
+    void *extra[] = {(void *)BUFFER, buffer, (void *)BUFFER_SIZE, &size, NULL};
+    memcpy(buffer, &address, 8);
+    memcpy(buffer + 8, descriptor, 128);
+    memcpy(buffer + 136, &number, 4);
+    Kernel kernel = {.function = function, .grid = {grid, 1, 1}, .block = {32, 1, 1}};
+    if (as_buffer)
+        kernel.extra = extra;
+    else
+        kernel.params = params;
     Node *node = new_node(stream, &kernel);
     node->before = stream->last;
     node->edge = (Edge){.type = 1};
@@ -54,9 +76,13 @@ int fake_nodes(Stream *stream, uint64_t *out)
         uint64_t *row = out + 6 * count;
         row[0] = (uint64_t)node->kernel.function;
         row[1] = node->kernel.grid[0];
-        memcpy(&row[2], node->kernel.params[0], 8);
-        memcpy(&row[3], node->kernel.params[1], 8);
-        row[4] = *(int *)node->kernel.params[2];
+        void **params = node->kernel.params;
+        char *buffer = params ? NULL : node->kernel.extra[1];
+        int number;
+        memcpy(&row[2], params ? params[0] : buffer, 8);
+        memcpy(&row[3], params ? params[1] : buffer + 8, 8);
+        memcpy(&number, params ? params[2] : buffer + 136, 4);
+        row[4] = number;
         row[5] = 10 * node->attributes + node->edge.type;
     }
     return count;

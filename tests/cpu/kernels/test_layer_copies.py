@@ -12,7 +12,7 @@ from tests.cpu.fake_memory import needs_compiler
 
 pytestmark = needs_compiler
 NUM_LAYERS, SIZE, SHARED = 9, 4096, 0x500000
-KERNELS = 3
+KERNELS = 3  # The last kernel of a layer has its parameters as one buffer.
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,13 @@ def driver(tmp_path_factory):
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
     library = ctypes.CDLL(str(path))
     library.fake_stream.restype = ctypes.c_void_p
+    words = 2 * [ctypes.c_uint64]
     library.fake_launch.argtypes = (
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_uint,
-        *2 * [ctypes.c_uint64],
+        *words,
+        ctypes.c_int,
         ctypes.c_int,
     )
     library.fake_nodes.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))
@@ -47,7 +49,7 @@ def launch_layer(driver, stream, layer, **changed):
         )
         if kernel == 1:
             arguments["described"] = SHARED
-        driver.fake_launch(stream, 100 + kernel, *arguments.values())
+        driver.fake_launch(stream, 100 + kernel, *arguments.values(), kernel == 2)
 
 
 def nodes(driver, stream):
@@ -60,7 +62,7 @@ def capture(driver, **changed):
     """The first layer and the last one have a kernel of their own. Returns the stream and the copies."""
     copies, stream = LayerCopies(driver.path), driver.fake_stream()
     copies.begin()
-    driver.fake_launch(stream, 1, 1, SHARED, SHARED, 0)
+    driver.fake_launch(stream, 1, 1, SHARED, SHARED, 0, False)
     for layer in range(3):
         launch_layer(driver, stream, layer, **(changed if layer == 2 else {}))
         copies.mark(stream)
@@ -73,7 +75,7 @@ def test_copies_are_the_kernels_that_every_layer_would_launch(driver):
     assert added and copies.refused is None
     launch_layer(driver, stream, NUM_LAYERS - 1)
     expected = driver.fake_stream()
-    driver.fake_launch(expected, 1, 1, SHARED, SHARED, 0)
+    driver.fake_launch(expected, 1, 1, SHARED, SHARED, 0, False)
     for layer in range(NUM_LAYERS):
         launch_layer(driver, expected, layer)
     assert nodes(driver, stream) == nodes(driver, expected)
