@@ -1,5 +1,5 @@
-// Copies of a captured layer's kernels within a CUDA graph that is being captured (layer_copies.py). The
-// declarations repeat the part of cuda.h that is used here, which belongs to CUDA's stable ABI, so that no header
+// Copies of a captured layer's kernels, and of the memory that cuBLAS sets for them, within a CUDA graph that is being
+// captured (layer_copies.py). The declarations repeat the part of cuda.h that is used here, which belongs to CUDA's stable ABI, so that no header
 // is needed.
 #include <dlfcn.h>
 #include <stdbool.h>
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KERNEL = 0, SET = 1, MAX_NODES = 64, MAX_PARAMS = 128, MAX_WORDS = 64, MAX_BYTES = 8192 };
+enum { KERNEL = 0, MEMSET = 2, SET = 1, MAX_NODES = 64, MAX_PARAMS = 128, MAX_WORDS = 64, MAX_BYTES = 8192 };
 enum { END, BUFFER, BUFFER_SIZE };      // keys of Kernel.extra
 
 typedef struct { unsigned char from, to, type, reserved[5]; } Edge;
@@ -18,13 +18,16 @@ typedef struct {
     void **params, **extra;
     void *kernel, *context;
 } Kernel;
+typedef struct { uint64_t address; size_t pitch; unsigned value, size; size_t width, height; } Memset;
 // `size` bytes at `start` belong to the captured layer.
 typedef struct { uint64_t start, size; } Range;
 // A word of a parameter that is an address in `range`.
 typedef struct { int param, offset, range; } Word;
 typedef struct {
     void *node;
+    int type;           // KERNEL or MEMSET
     Kernel kernel;
+    Memset set;         // It counts as the one parameter of its node.
     Edge edge;          // from the node before
     int num_params, num_words;
     bool is_buffer;     // All parameters were given as one buffer, which counts as one parameter here.
@@ -39,6 +42,8 @@ typedef struct {
     X(cuGraphNodeGetDependencies_v2, (void *, void **, Edge *, size_t *)) X(cuGraphNodeGetType, (void *, int *)) \
     X(cuGraphKernelNodeGetParams_v2, (void *, Kernel *)) X(cuGraphKernelNodeCopyAttributes, (void *, void *)) \
     X(cuGraphAddKernelNode_v2, (void **, void *, void *const *, size_t, const Kernel *)) \
+    X(cuGraphMemsetNodeGetParams, (void *, Memset *)) X(cuCtxGetCurrent, (void **)) \
+    X(cuGraphAddMemsetNode, (void **, void *, void *const *, size_t, const Memset *, void *)) \
     X(cuGraphAddDependencies_v2, (void *, void *const *, void *const *, const Edge *, size_t)) \
     X(cuFuncGetParamInfo, (void *, size_t, size_t *, size_t *)) X(cuKernelGetParamInfo, (void *, size_t, size_t *, size_t *))
 
@@ -74,13 +79,23 @@ void *shoal_copies_last(void *stream)
     return count == 1 ? nodes[0] : NULL;
 }
 
-// Finds the node's parameters and their sizes. Returns 0, or why it cannot: below 1,000, or 1,000 more than the
-// driver's code.
+// Finds the node's parameters and their sizes. Returns 0, or why it cannot: below 1,000 (10 and the type of a node of
+// another kind), or 1,000 more than the driver's code.
 static int find_params(Node *node)
 {
-    int type, code = cuda.cuGraphNodeGetType(node->node, &type);
-    if (code || type != KERNEL)
-        return code ? 1000 + code : 1;
+    int code = cuda.cuGraphNodeGetType(node->node, &node->type);
+    node->kernel = (Kernel){0};
+    node->is_buffer = false;
+    if (code)
+        return 1000 + code;
+    if (node->type == MEMSET) {
+        node->params[0] = &node->set;
+        node->sizes[0] = sizeof(Memset);
+        node->num_params = 1;
+        return (code = cuda.cuGraphMemsetNodeGetParams(node->node, &node->set)) ? 1000 + code : 0;
+    }
+    if (node->type != KERNEL)
+        return 10 + node->type;
     if ((code = cuda.cuGraphKernelNodeGetParams_v2(node->node, &node->kernel)))
         return 1000 + code;
     node->num_params = 0;
@@ -136,25 +151,26 @@ static int describe(Node *node, void *handle, const Range *ranges, int num_range
 // they cannot be copied.
 static int chain(Node *nodes, void *first, void *last, const Range *ranges, int num_ranges)
 {
+    void *handles[MAX_NODES];
+    Edge edges[MAX_NODES];
     int count = 0;
     for (void *at = last; at != first; count++) {
         void *before[2];
-        Edge edges[2];
+        Edge found[2];
         size_t num_before = 2;
         if (count == MAX_NODES)
             return -5;
-        if (cuda.cuGraphNodeGetDependencies_v2(at, before, edges, &num_before) || num_before != 1)
+        if (cuda.cuGraphNodeGetDependencies_v2(at, before, found, &num_before) || num_before != 1)
             return -6;
-        int code = describe(&nodes[count], at, ranges, num_ranges);
-        if (code)
-            return -code;
-        nodes[count].edge = edges[0];
+        handles[count] = at;
+        edges[count] = found[0];
         at = before[0];
     }
-    for (int i = 0; i < count / 2; i++) {
-        Node swapped = nodes[i];
-        nodes[i] = nodes[count - 1 - i];
-        nodes[count - 1 - i] = swapped;
+    for (int i = 0; i < count; i++) {
+        int code = describe(&nodes[i], handles[count - 1 - i], ranges, num_ranges);
+        if (code)
+            return -code;
+        nodes[i].edge = edges[count - 1 - i];
     }
     return count;
 }
@@ -199,7 +215,7 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
     }
     for (int i = 0; i < count && !differs; i++) {
         const Kernel *a = &nodes[i].kernel, *b = &others[i].kernel;
-        if (a->function != b->function || a->kernel != b->kernel || memcmp(a->grid, b->grid, sizeof a->grid) ||
+        if (nodes[i].type != others[i].type || a->function != b->function || a->kernel != b->kernel || memcmp(a->grid, b->grid, sizeof a->grid) ||
             memcmp(a->block, b->block, sizeof a->block) || a->shared != b->shared ||
             nodes[i].num_params != others[i].num_params || memcmp(nodes[i].sizes, others[i].sizes, nodes[i].num_params * sizeof(size_t)) ||
             memcmp(&nodes[i].edge, &others[i].edge, sizeof(Edge))) {
@@ -236,10 +252,10 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
 {
     int status, code = 0;
     uint64_t id;
-    void *graph, *const *deps, *params[MAX_PARAMS];
+    void *graph, *context, *const *deps, *params[MAX_PARAMS];
     const Edge *edges;
     size_t num_deps;
-    if (cuda.cuStreamGetCaptureInfo_v3(stream, &status, &id, &graph, &deps, &edges, &num_deps) || status != 1 ||
+    if (cuda.cuCtxGetCurrent(&context) || cuda.cuStreamGetCaptureInfo_v3(stream, &status, &id, &graph, &deps, &edges, &num_deps) || status != 1 ||
         num_deps != 1 || deps[0] != last)
         return -8;
     Edge next = edges ? edges[0] : (Edge){0};
@@ -258,8 +274,12 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
                 code = 7;
                 break;
             }
-            code = cuda.cuGraphAddKernelNode_v2(&node, graph, NULL, 0, &kernel);
-            code = code ? code : cuda.cuGraphKernelNodeCopyAttributes(node, nodes[i].node);
+            if (nodes[i].type == MEMSET) {
+                code = cuda.cuGraphAddMemsetNode(&node, graph, NULL, 0, params[0], context);
+            } else {
+                code = cuda.cuGraphAddKernelNode_v2(&node, graph, NULL, 0, &kernel);
+                code = code ? code : cuda.cuGraphKernelNodeCopyAttributes(node, nodes[i].node);
+            }
             code = code ? code : cuda.cuGraphAddDependencies_v2(graph, &before, &node, &nodes[i].edge, 1);
             code = code ? code + 1000 : 0;
             before = node;

@@ -51,13 +51,14 @@ class LayerCopies:
 
     def __init__(self, driver: str = "libcuda.so.1") -> None:
         library = _library(driver)
-        self.refused = library if isinstance(library, str) else None  # why layers cannot be copied
+        self.missing = library if isinstance(library, str) else None  # why no layer can be copied
+        self.refused = self.missing  # why the layers of the last capture could not be copied
         self._library = library
         self._ends: list[int | None] = []
 
     def begin(self) -> None:
         """To be called before each capture."""
-        self._ends = []
+        self._ends, self.refused = [], self.missing
 
     def mark(self, stream: int) -> None:
         """Takes note of the end of a layer."""

@@ -44,7 +44,7 @@ class CopiedLayers:
             self._copies = LayerCopies()
             self._spans = [*map(_spans, self._model.layers, self._caches)]
         copies = self._copies
-        if copies.refused:
+        if copies.missing:
             return launch(None)
         copies.begin()
         self._model.running = [*self._running[:CAPTURED], self._running[-1]]

@@ -1,4 +1,5 @@
-// A driver with graphs of kernels alone, for test_layer_copies.py: each node depends on the one before.
+// A driver with graphs of kernels and memsets, for test_layer_copies.py: each node depends on the one before.
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +13,8 @@ typedef struct {
     void **params, **extra;
     void *kernel, *context;
 } Kernel;
-typedef struct Node { struct Node *before; Edge edge; Kernel kernel; int attributes; } Node;
+typedef struct { uint64_t address; size_t pitch; unsigned value, size; size_t width, height; } Memset;
+typedef struct Node { struct Node *before; Edge edge; Kernel kernel; int attributes; bool is_set; Memset set; } Node;
 typedef struct { int capturing; Node *last; Edge next; int num_nodes; Node *nodes[MOST]; } Stream;
 // A function's parameters: an address and, as in a descriptor for TMA, 128 bytes that begin with one, and an int.
 static const size_t sizes[] = {8, 128, 4};
@@ -69,11 +71,30 @@ void fake_launch(Stream *stream, void *function, unsigned grid, uint64_t address
     stream->last = node;
 }
 
+static Node *new_set(Stream *stream, const Memset *set)
+{
+    Node *node = calloc(1, sizeof(Node));
+    node->is_set = true;
+    node->set = *set;
+    return stream->nodes[stream->num_nodes++] = node;
+}
+
+void fake_set(Stream *stream, uint64_t address, size_t width)
+{
+    Node *node = new_set(stream, &(Memset){.address = address, .size = 1, .width = width, .height = 1});
+    node->before = stream->last;
+    stream->last = node;
+}
+
 int fake_nodes(Stream *stream, uint64_t *out)
 {
     int count = 0;
     for (Node *node = stream->last; node; node = node->before, count++) {
         uint64_t *row = out + 6 * count;
+        if (node->is_set) {
+            memcpy(row, (uint64_t[6]){2, node->set.address, node->set.width, node->set.size, node->set.height, node->edge.type}, 48);
+            continue;
+        }
         row[0] = (uint64_t)node->kernel.function;
         row[1] = node->kernel.grid[0];
         void **params = node->kernel.params;
@@ -116,7 +137,9 @@ int cuGraphNodeGetDependencies_v2(Node *node, Node **before, Edge *edges, size_t
     return 0;
 }
 
-int cuGraphNodeGetType(Node *node, int *type) { *type = node->kernel.shared == 99 ? 1 : 0; return 0; }
+int cuGraphNodeGetType(Node *node, int *type) { *type = node->is_set ? 2 : 0; return 0; }
+int cuGraphMemsetNodeGetParams(Node *node, Memset *set) { *set = node->set; return 0; }
+int cuCtxGetCurrent(void **context) { *context = NULL; return 0; }
 int cuGraphKernelNodeGetParams_v2(Node *node, Kernel *kernel) { *kernel = node->kernel; return 0; }
 int cuGraphKernelNodeCopyAttributes(Node *to, Node *from) { to->attributes = from->attributes; return 0; }
 
@@ -124,6 +147,13 @@ int cuGraphAddKernelNode_v2(Node **node, Stream *graph, Node *const *before, siz
 {
     (void)before;
     *node = new_node(graph, kernel);
+    return count != 0;
+}
+
+int cuGraphAddMemsetNode(Node **node, Stream *graph, Node *const *before, size_t count, const Memset *set, void *context)
+{
+    (void)before, (void)context;
+    *node = new_set(graph, set);
     return count != 0;
 }
 

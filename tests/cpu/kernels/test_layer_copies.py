@@ -1,4 +1,4 @@
-"""Copies of a captured layer, over a driver with graphs of kernels alone: the same kernels as if every layer were
+"""Copies of a captured layer, over a driver with graphs of kernels and memsets: the same nodes as if every layer were
 captured, and no copies where layers differ by more than their addresses."""
 
 import ctypes
@@ -12,7 +12,8 @@ from tests.cpu.fake_memory import needs_compiler
 
 pytestmark = needs_compiler
 NUM_LAYERS, SIZE, SHARED = 9, 4096, 0x500000
-KERNELS = 3  # The last kernel of a layer has its parameters as one buffer.
+KERNELS, NODES = 3, 5  # A layer sets memory of its own and shared memory, too.
+# The last kernel of a layer has its parameters as one buffer.
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def driver(tmp_path_factory):
         ctypes.c_int,
         ctypes.c_int,
     )
+    library.fake_set.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
     library.fake_nodes.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))
     library.path = str(path)
     return library
@@ -50,6 +52,8 @@ def launch_layer(driver, stream, layer, **changed):
         if kernel == 1:
             arguments["described"] = SHARED
         driver.fake_launch(stream, 100 + kernel, *arguments.values(), kernel == 2)
+    driver.fake_set(stream, weights + 32, 64)
+    driver.fake_set(stream, SHARED, 8)
 
 
 def nodes(driver, stream):
@@ -79,7 +83,7 @@ def test_copies_are_the_kernels_that_every_layer_would_launch(driver):
     for layer in range(NUM_LAYERS):
         launch_layer(driver, expected, layer)
     assert nodes(driver, stream) == nodes(driver, expected)
-    assert len(nodes(driver, stream)) == 1 + KERNELS * NUM_LAYERS
+    assert len(nodes(driver, stream)) == 1 + NODES * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_copies_are_the_kernels_that_every_layer_would_launch(driver):
 def test_layers_that_differ_by_more_than_addresses_are_not_copied(driver, changed):
     stream, copies, added = capture(driver, **changed)
     assert not added and "kernel" in copies.refused
-    assert len(nodes(driver, stream)) == 1 + 3 * KERNELS
+    assert len(nodes(driver, stream)) == 1 + 3 * NODES
 
 
 def test_layers_of_unequal_memory_are_not_copied(driver):
