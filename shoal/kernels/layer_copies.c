@@ -223,7 +223,8 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
             differs = 1;
             break;
         }
-        differs = moved(&nodes[i], ranges, starts, bytes, ROOM, params);
+        if ((differs = moved(&nodes[i], ranges, starts, bytes, ROOM, params)))
+            snprintf(why, length, "kernel %d has too many parameters", i);
         for (int p = 0; p < nodes[i].num_params && !differs; p++)
             for (size_t at = 0; at < nodes[i].sizes[p]; at++)
                 if (((char *)params[p])[at] != ((char *)others[i].params[p])[at]) {
