@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.kernels.layer_cache import LayerCache, LayerMemory
 from shoal.kernels.layer_copies import LayerCopies, Span
+from shoal.layers.weight_format import WeightFormat
 from shoal.models.decoder import AfterLayer, Decoder
 
 logger = logging.getLogger(__name__)
@@ -81,4 +82,6 @@ def _spans(layer: nn.Module, cache: LayerMemory) -> list[Span]:
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     own = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+    if isinstance(weights := getattr(module, "format", None), WeightFormat):
+        own += weights.tensors().values()
     return [value for value in own if isinstance(value, torch.Tensor) and value.is_cuda]
