@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
 from shoal.errors import ShoalError, UnavailableError
+from shoal.memory.thread_stacks import STACKS
 from shoal.weights.transfer import SharedTensors
 from tests import tiny
 from tests.cpu.engine.test_runner import Rank
@@ -443,3 +444,19 @@ def test_two_ranks_sleep_together(build, folder, expected):
         {name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()}
     )
     assert tokens(llm) == expected
+
+
+@alone
+def test_an_engine_that_owns_its_process_gives_back_the_stacks_of_threads(build, expected, monkeypatch):
+    llm = build()
+    assert tokens(llm) == expected
+    llm.sleep()
+    in_users_process = free_bytes()
+    llm.wake_up()
+    monkeypatch.setattr(STACKS, "is_own_process", True)
+    for level in (1, 1, 0):
+        llm.sleep(level=level)
+        if level:
+            assert free_bytes() - in_users_process > 64 << 20
+        llm.wake_up()
+        assert tokens(llm) == expected

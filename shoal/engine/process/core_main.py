@@ -44,6 +44,7 @@ from shoal.engine.core import EngineCore
 from shoal.engine.early_device import open_device_early
 from shoal.engine.turns import only_young_garbage
 from shoal.errors import ShoalError, UnavailableError
+from shoal.memory.thread_stacks import STACKS
 from shoal.stats import MemoryReport
 from shoal.telemetry import logs
 from shoal.telemetry.logs import about
@@ -265,6 +266,7 @@ class CoreLoop:
 def main() -> NoReturn:
     folder, level, style = sys.argv[1:]
     logs.set_up(int(level), style)
+    STACKS.is_own_process = True
     # A service manager signals the whole group, but the parent decides when this process ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

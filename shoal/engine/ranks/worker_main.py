@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from shoal.engine.ranks.channel import ChannelReader, pack
 from shoal.engine.ranks.progress import Progress
 from shoal.errors import UnavailableError, UserError
+from shoal.memory.thread_stacks import STACKS
 
 
 def main() -> NoReturn:
@@ -29,6 +30,7 @@ def main() -> NoReturn:
     for fd in (memory_fd, data_fd, room_fd, progress_fd, link_fd):
         os.set_inheritable(fd, False)  # a compiler we start must not keep the socket open
     link = socket.socket(fileno=link_fd)
+    STACKS.is_own_process = True
     threading.Thread(target=_end_with_rank_0, args=(link,), name="shoal-end-with-rank-0", daemon=True).start()
     try:
         channel = ChannelReader(memory_fd, data_fd, room_fd)

@@ -24,6 +24,7 @@ from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.whole_rows import WholeRowSampler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.memory.regions import Regions as VirtualRegions
+from shoal.memory.thread_stacks import STACKS
 from shoal.stats import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,15 @@ class RankMemory:
             self.whole_rows.forget()  # every sequence has released its row
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the activations of the largest step
+            if self.regions.is_asleep():
+                STACKS.release()
         return report | self.regions.in_use()
 
     def take(self, tags: Sequence[str]) -> dict[str, int]:
         """Takes the memory of `tags` again, at the same addresses, with the content that was kept. Returns
         figures in bytes. Raises UnavailableError, with nothing changed, if there is not enough memory."""
         with not_now():
+            STACKS.take()
             report = self.regions.take(list(tags))
         if self.head is not None and "weights" in tags and self._head_is_lost:
             self.head.load()  # an update may bring the target's weights alone
@@ -142,6 +146,10 @@ class CpuRegions:
         mapped = sum(entry["device_bytes"] for entry in self.usage().values())
         return {"in_use_bytes": mapped, "region_bytes": mapped, "process_bytes": 0}
 
+    def is_asleep(self) -> bool:
+        """Whether all memory is given back."""
+        return all(tag in self._asleep for tag in self._tensors)
+
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         """The memory pool for a graph's own memory. None: the default one."""
         return None
@@ -198,6 +206,9 @@ class GpuRegions:
     def in_use(self) -> dict[str, int]:
         return self._regions.in_use()
 
+    def is_asleep(self) -> bool:
+        return self._regions.paused() == self._regions.usage().keys()
+
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         return self._regions.graph_pool(tag)
 
@@ -220,7 +231,9 @@ Regions = CpuRegions | GpuRegions
 
 
 def new_regions(device: torch.device, enable_sleep_mode: bool) -> Regions:
-    """Made before the model and the cache, which are allocated in them."""
+    """Made before the model and the cache, which are allocated in them. They may be made beside a sleeping
+    engine."""
+    STACKS.take()
     return GpuRegions() if device.type == "cuda" and enable_sleep_mode else CpuRegions()
 
 
