@@ -37,7 +37,7 @@ class ThreadStacks:
             self._size = None
 
 
-STACKS = ThreadStacks()  # of this process, which has one GPU
+STACKS = ThreadStacks()  # A process has one GPU.
 
 
 @functools.cache

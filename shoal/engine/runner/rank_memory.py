@@ -147,7 +147,7 @@ class CpuRegions:
         return {"in_use_bytes": mapped, "region_bytes": mapped, "process_bytes": 0}
 
     def is_asleep(self) -> bool:
-        """Whether all memory is given back."""
+        """Returns True if all memory is given back."""
         return all(tag in self._asleep for tag in self._tensors)
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
