@@ -41,6 +41,8 @@ PREFIXES = {
     "model.final_layernorm.": "model.norm.",
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
+    "model.embeddings.": "model.embed_tokens.",
+    "model.norm_f.": "model.norm.",
     "backbone.": "model.",
 }
 # Scales of keys or values (kv_scales.py), which no layer loads.

@@ -29,29 +29,6 @@ Handle = dict[str, Any]  # one tensor: "name", "dtype", "shape", and its address
 Listed = tuple[str, str, Sequence[int]]  # name, dtype, shape
 
 
-def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the same tensors under the names of checkpoints. transformers 5 holds the experts of a layer in
-    two tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]. In a checkpoint each expert has three, which
-    are views here. Raises CheckpointError for an odd number of rows in gate_up_proj."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        layer, is_fused, projection = name.rpartition(".experts.")
-        if not is_fused or tensor.ndim != 3 or projection not in ("gate_up_proj", "down_proj"):
-            found[name] = tensor
-            continue
-        if projection == "gate_up_proj" and tensor.shape[1] % 2:
-            raise CheckpointError(
-                f"{name} has {tensor.shape[1]} rows, so gate and up differ in size; send as many rows of each"
-            )
-        for i, expert in enumerate(tensor.detach()):
-            prefix = f"{layer}.experts.{i}"
-            if projection == "gate_up_proj":
-                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = expert.chunk(2)
-            else:
-                found[f"{prefix}.down_proj.weight"] = expert
-    return found
-
-
 class SharedTensors:
     """The sender's side. Keep it, and the tensors unchanged, until the receiver has answered; then close it.
 
@@ -60,9 +37,7 @@ class SharedTensors:
     allocator."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {
-            name: tensor.detach().contiguous() for name, tensor in checkpoint_tensors(tensors).items()
-        }
+        self._kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         on_host = [(name, tensor) for name, tensor in self._kept.items() if tensor.device.type == "cpu"]
         self._fd = -1
         offsets, size = {}, 0
@@ -190,7 +165,7 @@ class WeightsGroup:
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The trainer's side of `update_weights_from_distributed`. The tensors are sent in the order of the
-        names that the engine was given, which are the checkpoint's names (`checkpoint_tensors`)."""
+        names that the engine was given."""
         for tensor in tensors.values():
             self.broadcast(tensor.detach().to(self.device).contiguous())
 

@@ -25,17 +25,15 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_loop import StepLoop
 from shoal.engine.step_part import Parts
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
-from shoal.models.checkpoint_names import split
-from shoal.models.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.check import verify_weights
 from shoal.weights.heads.mtp_files import MtpFiles
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived, is_draft
-from shoal.weights.safetensors import OTHER_PART, full_name
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.store import is_url
-from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
+from shoal.weights.trainer_names import trainer_parts
+from shoal.weights.transfer import Handle, check_group, parse_tensors
 from shoal.weights.update import check_tensor, difference, fingerprint, packing_difference
 
 logger = logging.getLogger(__name__)
@@ -130,17 +128,13 @@ class Weights:
                 raise ConfigError(
                     f"{name!s:.80} must be a tensor with data, got {tensor!r:.80}; give tensors by name"
                 )
-        stored = BY_NAME[self._model_config.architecture].tensors
-        tensors = checkpoint_tensors(
-            {
-                part.name: part.take(tensor)
-                for name, tensor in given.items()
-                if not OTHER_PART.match(name)
-                for part in split(full_name(name), tuple(tensor.shape), stored, self._model_config)
-            }
-        )
+        tensors = {
+            part.name: part.take(tensor.detach())
+            for name, tensor in given.items()
+            for part in trainer_parts(name, tuple(tensor.shape), self._model_config)
+        }
         names = self._check_tensors(
-            [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()]
         )
         tensors = {name: tensors[name] for name in names}
         described = [
@@ -165,8 +159,11 @@ class Weights:
         names = self._check_tensors(
             [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
         )
-        taken = [handle for handle in handles if handle["name"] in names]
-        self._load("from shared tensors", names, lambda: self._ranks.each(commands.LOAD_SHARED, taken))
+        self._load(
+            "from shared tensors",
+            names,
+            lambda: self._ranks.each(commands.LOAD_SHARED, handles, sorted(names)),
+        )
 
     def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -288,21 +285,24 @@ class Weights:
             )
 
     def _check_tensors(self, listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> set[str]:
-        """The names to load. Raises CheckpointError, before anything changes, for what does not fit."""
+        """Returns the decoder's names of the tensors to load, of those that a trainer has listed. Raises
+        CheckpointError, before anything changes, for what does not fit."""
         self._paused.check_awake()
         if self._packed_as is not None:
             raise CheckpointError(
                 f"the engine's weights are packed from {self._packed_as.path}, so plain tensors can't "
                 "replace them; build it with an explicit dtype, or name a GGUF file"
             )
-        shapes, names = self._shapes, set()
-        for name, dtype, shape in listed:
-            if is_derived(name, self._model_config) or is_draft(name, self._model_config):
-                continue
-            check_tensor(str(name), shapes.get(name), shape, dtype)
-            if name in names:
-                raise CheckpointError(f"{name} is given twice; give each tensor once")
-            names.add(name)
+        shapes, config, names = self._shapes, self._model_config, set()
+        for sent, dtype, shape in listed:
+            for part in trainer_parts(str(sent), shape, config):
+                name = part.name
+                if is_derived(name, config) or is_draft(name, config):
+                    continue
+                check_tensor(name, shapes.get(name), part.shape, dtype)
+                if name in names:
+                    raise CheckpointError(f"{name} is given twice; give each tensor once")
+                names.add(name)
         return names
 
     def _load(self, where: str, names: set[str] | None, load: Callable[[], Outcomes]) -> None:

@@ -11,10 +11,12 @@ from shoal.engine.drafting.rank_head import RankHead, weights_of
 from shoal.engine.runner.rank_export import RankExporter, encode
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
+from shoal.models.checkpoint_names import Part
 from shoal.models.decoder import Decoder
 from shoal.models.loading import Loading
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
+from shoal.weights.trainer_names import trainer_parts
 from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
 from shoal.weights.update import checksums
 
@@ -56,9 +58,18 @@ class RankWeights:
         )
         self._load([name for name, _, _ in listed], tensors)
 
-    def load_shared(self, handles: Sequence[Handle]) -> None:
-        """Takes tensors that another process shares."""
-        self._load([h["name"] for h in handles], ((h["name"], open_tensor(h)) for h in handles))
+    def load_shared(self, handles: Sequence[Handle], taken: Sequence[str]) -> None:
+        """Takes tensors that another process shares. `taken`: the decoder's names of those to load."""
+        wanted = set(taken)
+
+        def opened() -> Iterator[tuple[str, torch.Tensor]]:
+            for handle in handles:
+                parts = [part for part in self._parts(handle["name"], handle["shape"]) if part.name in wanted]
+                if parts:
+                    tensor = open_tensor(handle)
+                    yield from ((part.name, part.take(tensor)) for part in parts)
+
+        self._load(taken, opened())
 
     def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -76,13 +87,17 @@ class RankWeights:
             group.close()
 
     def receive(self, listed: Sequence[Listed], taken: Sequence[str], group_name: str) -> None:
-        """Takes whole tensors from a trainer's group, one at a time, in the order of `listed`. Tensors that
-        are not in `taken` are derived from others, and are dropped."""
+        """Takes whole tensors from a trainer's group, one at a time, in the order of `listed`. `taken`: the
+        decoder's names of those to load; others are derived from these, and are dropped."""
         group = self.groups[group_name]
-        tensors = (
-            (name, group.broadcast(empty(dtype, shape, group.device))) for name, dtype, shape in listed
-        )
-        self._load(taken, tensors)
+
+        def received() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, dtype, shape in listed:
+                tensor = group.broadcast(empty(dtype, shape, group.device))
+                for part in self._parts(name, shape):
+                    yield part.name, part.take(tensor)
+
+        self._load(taken, received())
 
     def export(self) -> bytes:
         """Opens the weights to other workers, and returns a RankExport. Raises CheckpointError if they cannot
@@ -106,6 +121,9 @@ class RankWeights:
         self.end_export()
         for name in list(self.groups):
             self.leave_group(name)
+
+    def _parts(self, name: str, shape: Sequence[int]) -> Iterator[Part]:
+        return trainer_parts(name, tuple(shape), self.model.config)
 
     def _load(self, names: Collection[str], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Takes every tensor, also after one that does not fit, because others take part in sending them. The

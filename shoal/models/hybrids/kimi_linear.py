@@ -10,6 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.kinds.recurrent import ChannelDeltaKind
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
+from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.configs.latent import with_latents
@@ -113,6 +114,9 @@ ARCHITECTURE = Architecture(
         "mlp.experts.{}.w3": "mlp.experts.{}.up_proj",
         "mlp.experts.{}.w2": "mlp.experts.{}.down_proj",
         "block_sparse_moe": "mlp",
+        # a trainer's
+        "self_attn.conv1d": Stack(tuple(f"self_attn.{part}_conv1d" for part in "qkv")),
+        "self_attn.forget_gate": "self_attn",
     },
     layer_class=hybrid_layer,
     gguf=GGUFNames(

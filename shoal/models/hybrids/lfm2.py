@@ -137,6 +137,7 @@ SPARSE = Architecture(
         "feed_forward.experts.{}.w1": "mlp.experts.{}.gate_proj",
         "feed_forward.experts.{}.w3": "mlp.experts.{}.up_proj",
         "feed_forward.experts.{}.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts": "mlp.experts",  # a trainer's
     },
     layer_class=hybrid_layer,
     gguf=GGUFNames(

@@ -57,6 +57,11 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     renamed={"moe_layer_interval": "decoder_sparse_step"},
-    tensors={"mlp.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias")},
+    tensors={
+        "mlp.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias"),
+        "mlp.gate.moe_statics.e_score_correction_bias": Row(
+            "mlp.gate.e_score_correction_bias"
+        ),  # a trainer's
+    },
     interleaved=True,
 )

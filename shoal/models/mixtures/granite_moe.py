@@ -32,6 +32,8 @@ PLAIN = Architecture(
     renamed={"num_local_experts": "num_experts"},
     tensors={
         "block_sparse_moe.router.layer": "mlp.gate",
+        "block_sparse_moe.router": "mlp.gate",  # a trainer's, as the experts' next
+        "block_sparse_moe.experts": "mlp.experts",
         "block_sparse_moe.input_linear": Stack(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
         "block_sparse_moe.output_linear": Stack(("mlp.experts.{}.down_proj",)),
         "shared_mlp.input_linear": Stack(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),

@@ -36,6 +36,7 @@ ARCHITECTURE = Architecture(
     tensors={
         **mixtral.TENSORS,
         "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",  # a trainer's
     },
     layer_class=olmoe.layer_class,
 )

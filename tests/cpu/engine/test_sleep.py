@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,7 @@ def test_the_kernel_gets_the_pages_of_a_sleeping_engine():
     code = """
 import sys, tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from shoal import LLM, SamplingParams
 sys.path.insert(0, "benchmarks")
 import workloads
@@ -817,6 +819,35 @@ def test_a_trainers_own_parameters_fit_also_where_its_experts_are_one_tensor(roo
             llm.wake_up()
             llm.update_weights_from_tensors(given)
             assert tokens(llm) == before
+
+
+@pytest.mark.parametrize("name", ["phi3-window", "qwen3.5-vision", "nemotron-h"])
+def test_merged_and_renamed_parameters_fit_on_all_ways(name, root, build):
+    """Regression: over shared memory and process groups only names of the decoder were known."""
+    path = write_family(root, name)
+    llm = build(path)
+    parameters = dict(tiny._oracle(path).state_dict())  # with buffers, such as a router's correction
+    sent = iter(parameters.values())
+    group = SimpleNamespace(
+        device=torch.device("cpu"),
+        broadcast=lambda tensor: tensor.copy_(next(sent).detach()),
+        close=lambda: None,
+    )
+    llm.core.ranks.runner.weights.groups["trainer"] = group
+    before = tokens(llm)
+    listed = [
+        [get(tensor) for tensor in parameters.values()] for get in (lambda t: t.dtype, lambda t: [*t.shape])
+    ]
+    with SharedTensors(parameters) as shared:
+        for update in (
+            lambda: llm.update_weights_from_tensors(shared.handles),
+            lambda: llm.update_weights_from_distributed([*parameters], *listed, "trainer"),
+        ):
+            llm.sleep(level=2)
+            llm.wake_up()
+            update()
+            assert tokens(llm) == before
+    assert next(sent, None) is None  # all were received
 
 
 def test_tensors_that_do_not_fit_are_refused_before_anything_changes(folder, build, expected):

@@ -12,7 +12,7 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.errors import CheckpointError, ConfigError, ShoalError, UnavailableError
 from shoal.weights import transfer
-from shoal.weights.transfer import SharedTensors, checkpoint_tensors, open_tensor
+from shoal.weights.transfer import SharedTensors, open_tensor
 from tests import tiny
 
 NAME = "model.norm.weight"
@@ -153,10 +153,3 @@ def test_a_trainer_that_is_none_is_given_up_in_time(says, llm, folder, monkeypat
     for connection in held:
         connection.close()
     assert generate(llm) == tiny.greedy(folder, PROMPT, 8)
-
-
-@pytest.mark.parametrize("rows", [1, 7])
-def test_fused_experts_with_an_odd_number_of_rows_are_refused_with_their_name(rows):
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(CheckpointError, match=rf"{name} has {rows} rows"):
-        checkpoint_tensors({name: torch.zeros(2, rows, 4)})
