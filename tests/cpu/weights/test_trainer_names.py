@@ -1,5 +1,5 @@
-"""What a trainer sends of any family, under the names of its files or of transformers' parameters, is what the
-checkpoint holds."""
+"""A trainer's tensors of each family, under the names of files or of transformers' parameters, are the checkpoint's
+tensors."""
 
 from __future__ import annotations
 
