@@ -3,6 +3,8 @@ shots, and by NCCL, each alone and with the residual sum and RMSNorm behind it.
 
     python benchmarks/all_reduce.py [--ranks 2,4] [--hidden 5120] [--rows 1,2,4,8,16,32,64,128,256]
 
+Then of sums of large steps, by the copies of engine/ranks/peer_copies.py and by NCCL.
+
 Each number is of a chain of 32 sums, the best of some replays. The smallest of a row says which way is right
 for it (ONE_SHOT_BYTES in shoal/kernels/all_reduce.py), and from where on NCCL is.
 """
@@ -13,8 +15,25 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 WAYS = "ONE_SHOT", "TWO_SHOT", "NCCL"
+LARGE_ROWS = 2048, 4096, 8192, 16384
+
+
+def large_sums(group: Any) -> list[dict[str, float]]:
+    """Prints and returns the times of large sums."""
+    found, sums = [], group.own.sums.large
+    for rows in LARGE_ROWS:
+        if sums is not None and sums.pieces(rows):
+            row = {"ranks": group.tp.size, "rows": rows}
+            for way in ("COPIES", "NCCL"):
+                row[way] = max(group.call("large_microseconds", way, rows))
+            print(
+                f"{rows:5} rows with the norm: copies {row['COPIES']:.1f}, NCCL {row['NCCL']:.1f}", flush=True
+            )
+            found.append(row)
+    return found
 
 
 def main() -> None:
@@ -54,6 +73,7 @@ def main() -> None:
                     flush=True,
                 )
                 found.append(row)
+            found += large_sums(group)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1))
 

@@ -11,6 +11,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.pieces import Pieces
 
 
 class RMSNorm(LoadingLayer):
@@ -34,9 +35,11 @@ class RMSNorm(LoadingLayer):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.ops.rms_norm(x_TD, self.weight, self.eps)
 
-    def add(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor) -> torch.Tensor:
+    def add(self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor) -> torch.Tensor:
         """residual += x in place; returns the norm of the sum. x None: nothing to add."""
-        if x_TD is None:
+        if isinstance(x_TD, Pieces):
+            x_TD.add_to(residual_TD)
+        if x_TD is None or isinstance(x_TD, Pieces):
             return self(residual_TD)
         normed_TD = self._sum_and_norm(x_TD, residual_TD)
         if normed_TD is not None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shoal.layers.pieces import LargeSums
+
 
 class PeerSums(Protocol):
     """Sums of small tensors over the ranks by other means than the group's (engine/ranks/peer_sums.py). What
@@ -37,6 +39,7 @@ class TensorParallel:
     def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.sums: PeerSums | None = None  # for what it takes; the group sums the rest
+        self.large_sums: LargeSums | None = None
         self.waits = False  # whether this rank waits for others in a collective; another thread may look
         self._group = group  # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
 

@@ -24,6 +24,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.layers.per_layer import PerLayerEmbeddings
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder_layers.decoder_layer import DecoderLayer
+from shoal.models.decoder_layers.ranks_layer import RanksLayer
 from shoal.models.registry import BY_NAME
 from shoal.models.rope import rope_frequencies
 
@@ -169,5 +170,6 @@ def build_layer(
     """A layer of this kind, of the class that its architecture names. Such a class has the constructor and
     the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
     own_class = BY_NAME[config.architecture].layer_class
-    layer_class = DecoderLayer if own_class is None else own_class()
+    plain = DecoderLayer if tp.large_sums is None else RanksLayer
+    layer_class = plain if own_class is None else own_class()
     return layer_class(config, kind, tp, ops, backends)

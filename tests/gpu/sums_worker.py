@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,28 @@ class Sums:
         torch.cuda.synchronize()
         return wrong.tolist()
 
+    def large_differences(self, rows: int, turns: int, most_lag_s: float) -> int:
+        """Returns how many numbers of large sums in pieces differ from NCCL's in `turns` turns, in which this
+        rank comes late now and then."""
+        large, device, lag = self.sums.large, self.tp.device, random.Random(self.tp.rank)
+        generator = torch.Generator(device).manual_seed(self.tp.rank)
+        weight = torch.ones(self.hidden, dtype=torch.bfloat16, device=device)
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for turn in range(turns):
+            x = torch.randint(-9, 10, (rows, self.hidden), generator=generator, device=device).bfloat16()
+            expected, residual = self.tp.all_reduce(x.clone()) + 1, torch.ones_like(x)
+            if lag.random() < 0.3:
+                torch.cuda.synchronize()
+                time.sleep(lag.random() * most_lag_s)
+            begun = [(cut, large.begin(x[cut])) for cut in large.pieces(rows) or [slice(0, rows)]]
+            for cut, piece in begun:
+                if turn % 2:
+                    piece.add(residual[cut])
+                else:
+                    piece.add_rms_norm(residual[cut], weight, 1e-6)
+            wrong += (residual != expected).sum()
+        return int(wrong)
+
     def waits_alone(self) -> float:
         """A sum to which no other rank comes, and its release. Returns the seconds that the release took."""
         from shoal.kernels.all_reduce import all_reduce
@@ -124,16 +147,42 @@ class Sums:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             sums()
+        return self._best(graph.replay, repeats) / 32
+
+    def large_microseconds(self, way: str, rows: int, repeats: int = 5) -> float:
+        """The time of one of 8 large sums with the norm behind it. way: COPIES, in pieces that nothing is
+        multiplied beside, or NCCL."""
+        from shoal.kernels.norm import add_rms_norm
+
+        large = self.sums.large
+        x = torch.zeros(rows, self.hidden, dtype=torch.bfloat16, device=self.tp.device)
+        residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+
+        def sums() -> None:
+            for _ in range(8):
+                if way == "NCCL":
+                    add_rms_norm(self.tp.all_reduce(x), residual, weight, 1e-6)
+                    continue
+                begun = [(cut, large.begin(x[cut])) for cut in large.pieces(rows)]
+                for cut, piece in begun:
+                    piece.add_rms_norm(residual[cut], weight, 1e-6)
+
+        return self._best(sums, repeats) / 8
+
+    def _best(self, run: Callable[[], None], repeats: int) -> float:
+        """Microseconds of a run, the best of some behind a first one."""
+        run()
+        torch.cuda.synchronize()
         best = float("inf")
         for _ in range(repeats):
             self.tp.barrier()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[0].record()
-            graph.replay()
+            run()
             events[1].record()
             torch.cuda.synchronize()
             best = min(best, events[0].elapsed_time(events[1]))
-        return best * 1e3 / 32
+        return best * 1e3
 
 
 def factory(rank: int, world_size: int, port: int, hidden: int) -> dict[str, Any]:

@@ -81,6 +81,14 @@ def test_other_sums_go_on_beside_them(ranks):
             assert ranks.call("differences", rows, HIDDEN, "bfloat16", way, 3) == [[0, 0, 0]] * ranks.tp.size
 
 
+@pytest.mark.parametrize("rows", [1, 300, 4096, 9000, 16384])
+def test_large_sums_are_those_of_nccl(ranks, rows):
+    if ranks.own.sums.large is None:
+        assert ranks.tp.size != 2
+        pytest.skip("large sums of more than two ranks go by NCCL")
+    assert ranks.call("large_differences", rows, 12, 0.02) == [0] * ranks.tp.size
+
+
 def test_a_wait_for_a_rank_that_is_gone_ends():
     sys.path.insert(0, str(Path(__file__).parent))
     from sums_worker import Group

@@ -1,24 +1,23 @@
 """`CudaPeerSums`: small all-reduces over the GPUs of one host, in memory that the ranks map by CUDA IPC.
 kernels/all_reduce.py has the kernels; where they do not work, layers/parallel.py uses NCCL alone.
 
-Each rank allocates a buffer with cudaMalloc, as torch's allocator may use memory that can't be shared, and
-maps the others' by CUDA IPC. The kernels are used only after they have given the sums of NCCL on all ranks;
-until then their waits have an end.
+The kernels are used only after they have given the sums of NCCL on all ranks; until then their waits have an
+end.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
-from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
+from shoal.engine.ranks import peer_copies
+from shoal.engine.ranks.peer_copies import CudaPeerCopies
+from shoal.engine.ranks.shared_memory import SharedMemory, all_agree, share_memory
 from shoal.kernels.reference import rms_norm
-from shoal.kv.cuda_driver import DriverError, call, close_memory, context, export_memory, open_memory
 from shoal.layers.parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ def _kernels() -> ModuleType:
 class CudaPeerSums:
     """Use `connect`."""
 
-    def __init__(self, peers: Peers, peer_memory: Sequence[int], address: int) -> None:
-        self.peers = peers
-        self._peer_memory, self._address = list(peer_memory), address
+    def __init__(self, peers: Peers, memory: SharedMemory) -> None:
+        self.peers, self._memory = peers, memory
+        self.large: CudaPeerCopies | None = None
         self._side = torch.cuda.Stream(peers.own.device)
         sizes = _kernels().COUNTER_INTS, _kernels().FLAG_INTS
         self._releasing = [torch.zeros(size, dtype=torch.int32).pin_memory() for size in sizes]
@@ -65,75 +64,46 @@ class CudaPeerSums:
         """Ends all waits for other ranks. Any thread may call it, while kernels wait."""
         with torch.inference_mode(), torch.cuda.stream(self._side):
             self.peers.release_waits(*self._releasing)
+        if self.large is not None:
+            self.large.release()
 
     def close(self) -> None:
         """Gives the memory back. No kernel may use it any more, on any rank."""
-        _free(self.peers.own.device.index, self._peer_memory, self._address)
+        self._memory.close()
+        if self.large is not None:
+            self.large.close()
 
 
 def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPeerSums | None:
     """Makes all ranks' sums, which every rank calls together. None, with a line in rank 0's log, where they
     can't be had or are not right: NCCL then makes all sums."""
-    device, sums, why = tp.device.index, None, _hindrance(tp)
-    address, peer_memory = 0, []
-    if _all_agree(tp, why is None):
-        kernels = _kernels()
+    kernels = _kernels()
+    if tp.size > kernels.MAX_RANKS:
+        why: str | None = f"there are {tp.size} ranks, and the kernels are for at most {kernels.MAX_RANKS}"
+    else:
         block_bytes = max(hidden_size, kernels.PLAIN_BLOCK) * dtype.itemsize
-        num_bytes = kernels.buffer_bytes(block_bytes, tp.size)
-        handle = bytes(64)
-        try:
-            address = _allocate(device, num_bytes)
-            handle = export_memory(device, address)
-        except DriverError as error:
-            why = str(error)
-        # The others' zeros are written when their handles are here.
-        handles = tp.all_gather(torch.tensor([list(handle)], dtype=torch.uint8, device=tp.device), dim=0)
-        if _all_agree(tp, why is None):
-            try:
-                for rank, theirs in enumerate(handles.tolist()):
-                    peer_memory.append(0 if rank == tp.rank else open_memory(device, bytes(theirs)))
-            except DriverError as error:
-                why = str(error)
-            if _all_agree(tp, why is None):
-                addresses = [at or address for at in peer_memory]
-                peers = kernels.Peers(
-                    tp.rank,
-                    tp.size,
-                    torch.tensor(addresses, dtype=torch.int64, device=tp.device),
-                    torch.as_tensor(_Bytes(address, num_bytes), device=tp.device),
-                    block_bytes,
-                    TEST_POLLS,
-                )
-                why = _difference(tp, peers, hidden_size, dtype)
-                if _all_agree(tp, why is None):
-                    peers = dataclasses.replace(peers, most_polls=kernels.FOR_EVER)
-                    sums = CudaPeerSums(peers, peer_memory, address)
-                else:
-                    why = why or "on another rank the kernels' sums differ from NCCL's"
-    if sums is None:
-        tp.barrier()  # until here others may write into this rank's memory
-        _free(device, peer_memory, address)
-        if tp.rank == 0:
-            logger.warning("all sums over GPUs go by NCCL: %s", why or "another rank has no way to its peers")
-    elif tp.rank == 0:
-        logger.info(
-            "sums of up to %d tokens go over the GPUs' own memory, by %d ranks",
-            _kernels().MAX_BLOCKS,
-            tp.size,
-        )
-    return sums
-
-
-def _hindrance(tp: TensorParallel) -> str | None:
-    if tp.size > (most := _kernels().MAX_RANKS):
-        return f"there are {tp.size} ranks, and the kernels are for at most {most}"
-    others = [rank for rank in range(tp.size) if rank != tp.rank]
-    far = [rank for rank in others if not torch.cuda.can_device_access_peer(tp.rank, rank)]
-    return f"GPU {tp.rank} has no access to the memory of GPU {far[0]}" if far else None
-
-
-def _all_agree(tp: TensorParallel, is_well: bool) -> bool:
-    return int(tp.all_reduce(torch.tensor([int(is_well)], device=tp.device)).item()) == tp.size
+        memory, why = share_memory(tp, kernels.buffer_bytes(block_bytes, tp.size))
+        if memory is not None:
+            addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=tp.device)
+            peers = kernels.Peers(tp.rank, tp.size, addresses, memory.own, block_bytes, TEST_POLLS)
+            why = _difference(tp, peers, hidden_size, dtype)
+            if all_agree(tp, why is None):
+                if tp.rank == 0:
+                    logger.info(
+                        "sums of up to %d tokens go over the GPUs' own memory, by %d ranks",
+                        kernels.MAX_BLOCKS,
+                        tp.size,
+                    )
+                sums = CudaPeerSums(dataclasses.replace(peers, most_polls=kernels.FOR_EVER), memory)
+                if tp.size == peer_copies.RANKS:
+                    sums.large = peer_copies.connect(tp, hidden_size, dtype)
+                return sums
+            why = why or "on another rank the kernels' sums differ from NCCL's"
+            tp.barrier()  # until here others may write into this rank's memory
+            memory.close()
+    if tp.rank == 0:
+        logger.warning("all sums over GPUs go by NCCL: %s", why)
+    return None
 
 
 def _difference(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dtype) -> str | None:
@@ -178,33 +148,3 @@ def _wrong_sum(
     if peers.takes_plain(x):
         right["sum"] = torch.equal(kernels.all_reduce(peers, x), expected)
     return next((what for what, is_right in right.items() if not is_right), None)
-
-
-class _Bytes:
-    """Memory that torch does not own, in the words that it takes from others."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-        }
-
-
-def _allocate(device: int, num_bytes: int) -> int:
-    """The address of new memory that is all zeros."""
-    address = ctypes.c_uint64()
-    with context(device):
-        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        call("cuCtxSynchronize")
-    return address.value
-
-
-def _free(device: int, peer_memory: Sequence[int], address: int) -> None:
-    if peer_memory:
-        close_memory(device, [at for at in peer_memory if at])
-    if address:
-        with context(device):
-            call("cuMemFree_v2", ctypes.c_uint64(address))

@@ -265,6 +265,7 @@ def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParal
     if not config.peer_all_reduce or tp.size == 1 or config.device != "cuda":
         return None
     tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))
+    tp.large_sums = None if sums is None else sums.large
     return sums
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shoal.attention.step_input import StepInput
+from shoal.layers.pieces import Pieces
 from shoal.models.decoder import Decoder
 
 
@@ -109,10 +110,13 @@ class _ReadLayer(nn.Module):
         self.layer, self.states, self.places, self.is_first = layer, states, places, is_first
 
     def forward(
-        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: StepInput, *others: Any
+        self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor, step: StepInput, *others: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         if self.is_first:
             self.states.begin(step)
+        if isinstance(x_TD, Pieces):
+            x_TD.add_to(residual_TD)
+            x_TD = None
         tp = self.layer.input_layernorm.tp  # None: x is whole on every rank
         whole_TD = x_TD if x_TD is None or tp is None else tp.all_reduce(x_TD.clone())
         for place in self.places:

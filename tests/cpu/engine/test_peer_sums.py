@@ -4,7 +4,7 @@ threads of one process.)"""
 import pytest
 import torch
 
-from shoal.engine.ranks import peer_sums
+from shoal.engine.ranks import peer_sums, shared_memory
 from tests.cpu.layers.test_parallel import ranks, together
 
 
@@ -17,7 +17,7 @@ from tests.cpu.layers.test_parallel import ranks, together
 )
 def test_gpus_without_access_to_each_other_leave_all_sums_to_the_group(far, words, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != far)
-    monkeypatch.setattr(peer_sums, "_allocate", lambda *args: pytest.fail("nothing is to be allocated"))
+    monkeypatch.setattr(shared_memory, "_allocate", lambda *args: pytest.fail("nothing is to be allocated"))
     tps = ranks(2)
     assert together([lambda tp=tp: peer_sums.connect(tp, 64, torch.float32) for tp in tps]) == [None, None]
     assert [record.getMessage() for record in caplog.records] == [f"all sums over GPUs go by NCCL: {words}"]
