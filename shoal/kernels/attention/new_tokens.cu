@@ -174,22 +174,30 @@ struct Blocks {
     ids = at < end ? load_int(table + at / KEYS) : 0;
   }
 
-  // Starts copies of the warp's block of this turn. Turns come in order.
-  __device__ __forceinline__ void load(int turn, u16* keys, u16* values, int warp, int lane) {
-    if (turn && turn % 32 == 0) look_up(turn, warp, lane);
+  // Starts copies of the keys (`from` 0), or the values (`from` kv_stride), of the warp's block of this turn. Turns come
+  // in order, keys before values.
+  __device__ __forceinline__ void load(int turn, u16* to, i64 from, int warp, int lane) {
+    if (from == 0 && turn && turn % 32 == 0) look_up(turn, warp, lane);
     int at = first + (warp + turn * WARPS) * KEYS;
     if (at < end) {
-      const u16* from = cache + __shfl_sync(~0u, ids, turn % 32) * block_stride;
+      const u16* block = cache + __shfl_sync(~0u, ids, turn % 32) * block_stride + from;
 #pragma unroll
       for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
         int key = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-        bool there = (u32)(at + key - begin) < stored;
-        const u16* p = from + key * N + chunk * 8;
-        copy_async(keys + place_of(key, chunk), p, there);
-        copy_async(values + place_of(key, chunk), p + kv_stride, there);
+        copy_async(to + place_of(key, chunk), block + key * N + chunk * 8, (u32)(at + key - begin) < stored);
       }
     }
     end_group();
+  }
+
+  // Puts the newest token's key or value into its place, if the block of this turn has it.
+  __device__ __forceinline__ void put_newest(int turn, u16* to, const u16* from, int warp, int lane) const {
+    int key = newest - first - (warp + turn * WARPS) * KEYS;
+    if (key >= 0 && key < KEYS) {
+#pragma unroll 1
+      for (int n = lane; n < N; n += 32) to[place_of(key, n / 8) + n % 8] = from[n];
+      __syncwarp();
+    }
   }
 };
 
@@ -265,7 +273,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
     }
   }
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) of.load(slot, s.keys[warp][slot], s.values[warp][slot], warp, lane);
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    of.load(slot, s.keys[warp][slot], 0, warp, lane);
+    of.load(slot, s.values[warp][slot], of.kv_stride, warp, lane);
+  }
   for (int i = threadIdx.x; i < 8 * N; i += THREADS) s.q[i] = 0;
   u16* slot = 0;  // the newest key's place in the cache
   if (has_newest)
@@ -323,17 +334,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
 #pragma unroll 1
   for (int turn = 0; warp + turn * WARPS < count; ++turn) {
     u16 *keys = s.keys[warp][turn % SLOTS], *values = s.values[warp][turn % SLOTS];
-    wait_group<SLOTS - 1>();
-    __syncwarp();
     int at = of.first + (warp + turn * WARPS) * KEYS;
-    if (of.newest >= at && of.newest < at + KEYS) {
-#pragma unroll 1
-      for (int n = lane; n < N; n += 32) {
-        keys[place_of(of.newest - at, n / 8) + n % 8] = s.new_key[n];
-        values[place_of(of.newest - at, n / 8) + n % 8] = s.new_value[n];
-      }
-      __syncwarp();
-    }
+    wait_group<2 * SLOTS - 1>();
+    __syncwarp();
+    of.put_newest(turn, keys, s.new_key, warp, lane);
     float scores[4] = {}, others[4] = {};  // sums in two parts, as each waits for its last step
 #pragma unroll
     for (int step = 0; step < CHUNKS / 2; step += 2) {
@@ -343,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       load_matrices(r, keys + place_of(lane % 16, step * 2 + 2 + lane / 16));
       multiply(others, r, q[step + 1][0], q[step + 1][1]);
     }
+    __syncwarp();
+    of.load(turn + SLOTS, keys, 0, warp, lane);
     float most[2] = {highest[0], highest[1]}, shrink[2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -359,6 +365,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       scores[i] = power_of_2(scores[i] - most[i]), scores[2 + i] = power_of_2(scores[2 + i] - most[i]);
       total[i] = total[i] * shrink[i] + scores[i] + scores[2 + i];
     }
+    wait_group<2 * SLOTS - 1>();
+    __syncwarp();
+    of.put_newest(turn, values, s.new_value, warp, lane);
     u32 low = transposed(pair_of(scores[0], scores[1])), high = transposed(pair_of(scores[2], scores[3]));
 #pragma unroll
     for (int i = 0; i < N / 16; ++i) {
@@ -369,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       multiply(acc[i], r, low, high);
     }
     __syncwarp();
-    of.load(turn + SLOTS, keys, values, warp, lane);
+    of.load(turn + SLOTS, values, of.kv_stride, warp, lane);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
