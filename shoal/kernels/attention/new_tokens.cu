@@ -16,8 +16,8 @@ constexpr int GROUP = H / G, HALF = N / 2, PAIRS = HALF / 32;
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int KEYS = 16;         // of a block of the cache
 constexpr int CHUNKS = N / 8;    // of a key, 16 bytes each
-constexpr int OUTS = GROUP * N, MOST_OUTS = OUTS + 16;
 constexpr int MOST_PROGRAMS = 16;  // of a cluster
+constexpr int OUTS = GROUP * N;  // of a kv head
 constexpr int JOBS = (GROUP + 2 + WARPS - 1) / WARPS;  // heads of q, k or v that a warp norms and rotates
 constexpr float LOWEST = -1e30f;
 
@@ -148,7 +148,7 @@ struct Shared {
   u16 q[8 * N];
   u16 new_key[N], new_value[N];
   float highest[WARPS][GROUP], totals[WARPS][GROUP];
-  float4 received[MOST_OUTS];  // of each program: sums, its highest score and the total of its weights
+  float4 received[OUTS + MOST_PROGRAMS];  // of each program: sums, its highest score and the total of its weights
   Barrier arrived;
 
   // The sums of a warp, [GROUP, N], take the place of its first keys.
