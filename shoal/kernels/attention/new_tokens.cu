@@ -18,6 +18,7 @@ constexpr int KEYS = 16;         // of a block of the cache
 constexpr int CHUNKS = N / 8;    // of a key, 16 bytes each
 constexpr int MOST_PROGRAMS = 16;  // of a cluster
 constexpr int OUTS = GROUP * N;  // of a kv head
+constexpr bool IN_TURN = SLOTS == 1;  // Keys make place for the next block's before the values are multiplied.
 constexpr int JOBS = (GROUP + 2 + WARPS - 1) / WARPS;  // heads of q, k or v that a warp norms and rotates
 constexpr float LOWEST = -1e30f;
 
@@ -226,7 +227,7 @@ __device__ __forceinline__ void norm_and_rotate(u16 (&raw)[2][PAIRS], const floa
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) attend_new_tokens(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend_new_tokens(const Arguments a) {
 #ifndef EMULATED
   extern __shared__ __align__(128) unsigned char memory[];
 #endif
@@ -335,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
   for (int turn = 0; warp + turn * WARPS < count; ++turn) {
     u16 *keys = s.keys[warp][turn % SLOTS], *values = s.values[warp][turn % SLOTS];
     int at = of.first + (warp + turn * WARPS) * KEYS;
-    wait_group<2 * SLOTS - 1>();
+    wait_group<2 * SLOTS - (IN_TURN ? 1 : 2)>();
     __syncwarp();
     of.put_newest(turn, keys, s.new_key, warp, lane);
     float scores[4] = {}, others[4] = {};  // sums in two parts, as each waits for its last step
@@ -347,8 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       load_matrices(r, keys + place_of(lane % 16, step * 2 + 2 + lane / 16));
       multiply(others, r, q[step + 1][0], q[step + 1][1]);
     }
-    __syncwarp();
-    of.load(turn + SLOTS, keys, 0, warp, lane);
+    if (IN_TURN) {
+      __syncwarp();
+      of.load(turn + SLOTS, keys, 0, warp, lane);
+    }
     float most[2] = {highest[0], highest[1]}, shrink[2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -365,8 +368,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       scores[i] = power_of_2(scores[i] - most[i]), scores[2 + i] = power_of_2(scores[2 + i] - most[i]);
       total[i] = total[i] * shrink[i] + scores[i] + scores[2 + i];
     }
-    wait_group<2 * SLOTS - 1>();
-    __syncwarp();
+    if (IN_TURN) {
+      wait_group<1>();
+      __syncwarp();
+    }
     of.put_newest(turn, values, s.new_value, warp, lane);
     u32 low = transposed(pair_of(scores[0], scores[1])), high = transposed(pair_of(scores[2], scores[3]));
 #pragma unroll
@@ -378,6 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SLOTS * N <= 128 ? 2 : 1) 
       multiply(acc[i], r, low, high);
     }
     __syncwarp();
+    if (!IN_TURN) of.load(turn + SLOTS, keys, 0, warp, lane);
     of.load(turn + SLOTS, values, of.kv_stride, warp, lane);
   }
 #pragma unroll

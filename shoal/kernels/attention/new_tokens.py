@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 4
 LARGEST_CLUSTER, SMALLEST_CLUSTER = 16, 6  # programs that share the keys of a kv head
+LARGE_GROUP = 4  # query heads of a kv head
 FEWEST_PROGRAMS = 32  # Fewer read long contexts slowly.
 HEAD_SIZES = (64, 128)
 MOST_HEADS = 8  # query heads of a kv head: rows of a tensor core's tile
@@ -73,9 +74,11 @@ class ClusterKernel(NamedTuple):
         return blocks + rows + of_warps + of_programs + 64
 
 
-def kernel_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ClusterKernel:
-    """Blocks on their way take 128 KB of each SM."""
-    return ClusterKernel(num_heads, num_kv_heads, head_dim, 256 // head_dim)
+def kernel_of(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ClusterKernel:
+    """Blocks on their way take 128 KB of each SM. For one token of large groups of wide heads they take 64,
+    so that the SM has room for the rings of the matmuls before and after it, too (hopper_row.py)."""
+    beside = num_tokens == 1 and num_heads >= LARGE_GROUP * num_kv_heads and head_dim == 128
+    return ClusterKernel(num_heads, num_kv_heads, head_dim, (128 if beside else 256) // head_dim)
 
 
 def attend_new_tokens(
@@ -148,9 +151,10 @@ def arguments_of(
 
 
 def prepare(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Begins to compile the kernel that a step may launch, in a thread."""
+    """Begins to compile the kernels that a step may launch, in threads."""
     if _has_kernel(device, num_heads, num_kv_heads, head_dim):
-        _binary(device, kernel_of(num_heads, num_kv_heads, head_dim))
+        for num_tokens in range(1, MOST_TOKENS + 1):
+            _binary(device, kernel_of(num_tokens, num_heads, num_kv_heads, head_dim))
 
 
 @functools.cache
@@ -160,7 +164,7 @@ def _function(
     """The largest clusters that all run at once, and their kernel. None: Triton's kernels do the work, as the
     GPU, or the part of it that this process has (MIG), has too little room, as the heads are too few, or,
     with a warning, as the kernel could not be compiled."""
-    kernel = kernel_of(num_heads, num_kv_heads, head_dim)
+    kernel = kernel_of(num_tokens, num_heads, num_kv_heads, head_dim)
     try:
         binary = _binary(device, kernel).result()
     except BuildError as error:

@@ -65,4 +65,6 @@ def test_an_error_in_the_source_is_told(source):
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 4, 128), (14, 2, 64)])
 def test_attention_of_new_tokens_compiles(heads):
     path = Path(new_tokens.__file__).with_name("new_tokens.cu")
-    assert compiled(path, new_tokens.kernel_of(*heads).constants(), (9, 0))[:4] == b"\x7fELF"
+    for tokens in (1, 2):
+        kernel = new_tokens.kernel_of(tokens, *heads)
+        assert compiled(path, kernel.constants(), (9, 0))[:4] == b"\x7fELF"
