@@ -108,7 +108,7 @@ def fork_norms(
         eps,
         D=size,
         BLOCK=block,
-        num_warps=norm_warps(block),
+        num_warps=norm_warps(block, rows),
         **pdl_options(),
     )
     return outs
@@ -140,6 +140,6 @@ def join_norms(
         eps,
         D=size,
         BLOCK=block,
-        num_warps=norm_warps(block),
+        num_warps=norm_warps(block, rows),
         **pdl_options(),
     )

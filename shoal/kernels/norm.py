@@ -17,6 +17,7 @@ from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ELEMENTS_PER_THREAD = 8  # 16 bits each: one access of 16 bytes
+MANY_ELEMENTS = 32  # of one row a program, with many rows
 MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
 
 
@@ -137,14 +138,16 @@ def add_normed(
         out_TD,
         D=size,
         BLOCK=block,
-        num_warps=norm_warps(block),
+        num_warps=norm_warps(block, rows),
         **pdl_options(),
     )
     return out_TD
 
 
-def norm_warps(block: int) -> int:
-    return min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
+def norm_warps(block: int, rows: int = 1) -> int:
+    """Returns the warps of a program of one row. Of many rows more programs share an SM."""
+    elements = MANY_ELEMENTS if rows >= MANY_ROWS else ELEMENTS_PER_THREAD
+    return min(max(block // (32 * elements), 1), 16)
 
 
 def _launch(

@@ -211,7 +211,7 @@ def qk_norm_rope_store(
     assert fp8 == (kv_layer.dtype == torch.float8_e4m3fn)
     all_heads = num_heads + 2 * num_kv_heads
     half = next_power_of_2(head_dim // 2)
-    heads = heads_per_program(num_tokens, all_heads)
+    heads = heads_per_program(num_tokens, all_heads, head_dim)
     _qk_norm_rope_store_kernel[(num_tokens, cdiv(all_heads, heads))](
         qkv_TX,
         q_weight,
@@ -247,10 +247,12 @@ def qk_norm_rope_store(
     )
 
 
-def heads_per_program(num_tokens: int, all_heads: int) -> int:
+def heads_per_program(num_tokens: int, all_heads: int, head_dim: int = 128) -> int:
     """Few tokens get programs of few heads, so that they spread over the GPU. Others get programs of many
-    heads, which share the loads of cos and sin, unless too many of a program's heads would be masked
-    (benchmarks/results/kernels.md)."""
+    heads, which share the loads of cos and sin, unless heads are large or too many of a program's heads would
+    be masked (benchmarks/results/kernels.md)."""
     if num_tokens <= 64:
         return min(next_power_of_2(all_heads), 4)
+    if head_dim >= 256:
+        return min(next_power_of_2(all_heads), 8)
     return 32 if all_heads % 32 == 0 else min(next_power_of_2(all_heads), 16)

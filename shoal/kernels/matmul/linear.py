@@ -47,6 +47,8 @@ if HAS_GLUON:
     from shoal.kernels.matmul import hopper_gated, hopper_linear, hopper_row
 
 PREFETCHED_BYTES = tl.constexpr(2048)  # by a thread
+ALIGNED_OUTS = 8  # outputs of 16 bits in 16 bytes
+PADDED_FROM = 1024  # More rows are worth a padded copy of their weight.
 FLAGS_LOCK = threading.Lock()  # for PyTorch's flags of matmuls, which engines in several threads share
 
 
@@ -186,7 +188,7 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
     the error is then three times one rounding's. Other matmuls are left alone: they have exact sums
     anyway. The two flags are the process's, so one thread at a time sets and restores them.
     """
-    if num_outs % 8 == 0:
+    if num_outs % ALIGNED_OUTS == 0:
         yield
         return
     flags = torch.backends.cuda.matmul
@@ -199,6 +201,15 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
             flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = (
                 before
             )
+
+
+def _padded_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight^T + bias by a weight with rows of zeros behind its own: cuBLAS's kernels for outputs that are
+    not aligned to 16 bytes are for older GPUs. With more rows than outputs, the weight is the smaller copy."""
+    outs = len(weight_OI)
+    more = -outs % ALIGNED_OUTS
+    bias = None if bias_O is None else F.pad(bias_O, (0, more))
+    return F.linear(x_TI, F.pad(weight_OI, (0, 0, 0, more)), bias)[:, :outs].contiguous()
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -324,6 +335,9 @@ def _run(
             return elementwise_matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return gate_mul(F.linear(x_TI, weight, bias))
+    is_padded = weight.shape[0] % ALIGNED_OUTS and len(x_TI) > max(weight.shape[0], PADDED_FROM)
+    if is_padded and residual_TO is None:
+        return _padded_linear(x_TI, weight, bias)
     with _exact_sums(weight.shape[0]):
         if residual_TO is None:
             return F.linear(x_TI, weight, bias)
