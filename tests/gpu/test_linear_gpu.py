@@ -70,6 +70,15 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("outs", "columns"), [(257, 2048), (1, 576), (2051, 2576)])
+def test_many_rows_with_unaligned_outputs(outs: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(5003, outs, columns, dtype)
+    ours = triton_ops.linear(x, weight, bias)
+    assert ours.is_contiguous()
+    assert error(ours, F.linear(x.float(), weight.float(), bias.float())) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("outs", "columns"),
     [

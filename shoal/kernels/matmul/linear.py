@@ -204,8 +204,9 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
 
 
 def _padded_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight^T + bias by a weight with rows of zeros behind its own: cuBLAS's kernels for outputs that are
-    not aligned to 16 bytes are for older GPUs. With more rows than outputs, the weight is the smaller copy."""
+    """x @ weight^T + bias by a weight with rows of zeros behind its own, for outputs that are not aligned to
+    16 bytes: cuBLAS has only slow kernels for these. With more rows than outputs, the weight is the smaller
+    copy."""
     outs = len(weight_OI)
     more = -outs % ALIGNED_OUTS
     bias = None if bias_O is None else F.pad(bias_O, (0, more))

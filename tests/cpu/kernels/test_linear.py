@@ -58,6 +58,15 @@ def test_matmuls_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("outs", [1, 37, 1100])
+def test_many_rows_with_unaligned_outputs_are_padded(outs: int, bias: bool) -> None:
+    x, weight, b = operands(1200, outs, 64, bias, False)
+    ours = linear.linear(x, weight, b)
+    assert ours.shape == (1200, outs) and ours.is_contiguous()
+    torch.testing.assert_close(ours.float(), exact(x, weight, b, False), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(
     ("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049), (3, 3600)]
 )
