@@ -145,7 +145,8 @@ def add_normed(
 
 
 def norm_warps(block: int, rows: int = 1) -> int:
-    """Returns the warps of a program of one row. Of many rows more programs share an SM."""
+    """Returns the warps of a program of one row. With many rows there are fewer, so that more programs share
+    an SM; sums then have another order."""
     elements = MANY_ELEMENTS if rows >= MANY_ROWS else ELEMENTS_PER_THREAD
     return min(max(block // (32 * elements), 1), 16)
 

@@ -254,5 +254,5 @@ def heads_per_program(num_tokens: int, all_heads: int, head_dim: int = 128) -> i
     if num_tokens <= 64:
         return min(next_power_of_2(all_heads), 4)
     if head_dim >= 256:
-        return min(next_power_of_2(all_heads), 8)
+        return min(next_power_of_2(all_heads), 4)
     return 32 if all_heads % 32 == 0 else min(next_power_of_2(all_heads), 16)

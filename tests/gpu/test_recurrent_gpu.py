@@ -98,11 +98,8 @@ def test_convolutions_equal_the_reference(step: str, width: int, bias: bool, dty
 @DTYPE
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize(("size", "width"), [(128, 4096), (512, 4096), (8192, 8192)])
-@pytest.mark.parametrize("tokens", [97, 5003])
-def test_gated_norms_equal_the_reference(
-    tokens: int, size: int, width: int, gate_first: bool, dtype: torch.dtype
-) -> None:
-    x, gate = (torch.randn(tokens, width, device="cuda").to(dtype) for _ in range(2))
+def test_gated_norms_equal_the_reference(size: int, width: int, gate_first: bool, dtype: torch.dtype) -> None:
+    x, gate = (torch.randn(97, width, device="cuda").to(dtype) for _ in range(2))
     weight = torch.randn(size, device="cuda")
     torch.testing.assert_close(
         triton_ops.gated_norm(x, gate, weight, 1e-6, size, gate_first),

@@ -11,9 +11,7 @@ from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.recurrent.chunks import sigmoid
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-ELEMENTS = 1024  # a program has as many, where parts are smaller,
-MANY_ELEMENTS = 4096  # and so many where there are
-MANY = 1 << 22  # numbers or more
+ELEMENTS = 1024  # a program has as many, where parts are smaller
 
 
 @triton.jit
@@ -68,13 +66,6 @@ def _gated_norm_kernel(
     tl.store(out_ptr + token * (PARTS * SIZE) + column, gated, mask=mask)
 
 
-def norm_tiles(num_rows: int, block: int) -> tuple[int, int]:
-    """Returns the rows of a program and its warps. Of many rows programs are fewer and larger."""
-    many = num_rows * block >= MANY
-    rows = max((MANY_ELEMENTS if many else ELEMENTS) // block, 1)
-    return rows, min(max(rows * block // (1024 if many else 256), 1), 16)
-
-
 def gated_norm(
     x_TX: torch.Tensor,
     gate_TX: torch.Tensor,
@@ -91,8 +82,7 @@ def gated_norm(
     assert weight.dtype in (x_TX.dtype, torch.float32)
     out_TX = empty_matmul_input(x_TX, num_tokens, width)
     block = next_power_of_2(size)
-    num_rows = num_tokens * (width // size)
-    rows, warps = norm_tiles(num_rows, block)
+    rows, num_rows = max(ELEMENTS // block, 1), num_tokens * (width // size)
     if num_rows:
         _gated_norm_kernel[(cdiv(num_rows, rows),)](
             x_TX,
@@ -110,7 +100,7 @@ def gated_norm(
             SIGMOID=activation == "sigmoid",
             ROWS=rows,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=min(max(rows * block // 256, 1), 16),
             **pdl_options(),
         )
     return out_TX
