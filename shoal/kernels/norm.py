@@ -17,7 +17,7 @@ from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ELEMENTS_PER_THREAD = 8  # 16 bits each: one access of 16 bytes
-MANY_ELEMENTS = 32  # of one row a program, with many rows
+MANY_ELEMENTS = 32  # the same where there are many rows
 MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
 
 
