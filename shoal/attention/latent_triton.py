@@ -15,7 +15,7 @@ from shoal.attention.latent import is_expanded_cheaper
 from shoal.attention.splits import CAPTURED_WAVES
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
-from shoal.kernels.hopper import empty_matmul_input
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input, is_hopper
 from shoal.kernels.latent.attention import (
     MAX_TILE_ROWS,
     LatentWorkspace,
@@ -29,7 +29,11 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.latent import LatentKind
 
+if HAS_GLUON:
+    from shoal.kernels.latent.hopper_decode import hopper_latent_attention, takes_latents
+
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
+HOPPER_MIN_SPLIT = 128  # the same, of hopper_decode.py
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
 
@@ -53,7 +57,9 @@ class TritonLatentBackend:
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
+        self.num_sms = num_sms
         self.slots = 2 * num_sms  # programs of latent_kernel at once
+        self.on_hopper = HAS_GLUON and is_hopper(device) and takes_latents(kind, dtype)
         self.workspace = LatentWorkspace.allocate(
             CAPTURED_WAVES * self.slots * MAX_TILE_ROWS,
             CAPTURED_WAVES * self.slots,
@@ -71,12 +77,12 @@ class TritonLatentBackend:
         num_rows = queries * self.kind.num_heads if queries else None
         return latent_tiles(num_rows, self.dtype).block_m
 
-    def splits(self, step: StepInput, num_tiles: int) -> int:
+    def splits(self, step: StepInput, num_tiles: int, slots: int) -> int:
         """Into how many programs the keys of a tile are split: one wave of programs if tiles alone do not
         fill the GPU, and more in a captured mixed step, most of whose places are empty. Captured graphs get
-        the same number each time."""
+        the same number each time. `slots`: programs at once."""
         waves = CAPTURED_WAVES if step.sparse_decodes else 1
-        return max(1, min(waves * self.slots // num_tiles, cdiv(step.max_kv_len, MIN_SPLIT)))
+        return max(1, min(waves * slots // num_tiles, cdiv(step.max_kv_len, MIN_SPLIT)))
 
     def begin(self, step: StepInput) -> None:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
@@ -135,22 +141,38 @@ class TritonLatentBackend:
         sums_THC, parts = None, None
         if not few:
             sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
-        sequences = step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
+        places = step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
+        sequences = step.query_starts_S, *places
         if step.num_decodes:
             rows = self.tile_rows(step.queries)
             num_tiles = step.num_decodes * cdiv(step.queries * kind.num_heads, rows)
-            parts = latent_attention(
-                q_THN,
-                cache,
-                sums_THC,
-                *sequences,
-                self.workspace,
-                kind.scale,
-                splits=self.splits(step, num_tiles),
-                min_split=MIN_SPLIT,
-                num_seqs=step.num_decodes,
-                queries=step.queries,
-            )
+            if self.on_hopper:
+                parts = hopper_latent_attention(
+                    q_THN,
+                    cache,
+                    sums_THC,
+                    *places,
+                    self.workspace,
+                    kind.scale,
+                    splits=self.splits(step, num_tiles, self.num_sms),
+                    min_split=HOPPER_MIN_SPLIT,
+                    num_seqs=step.num_decodes,
+                    queries=step.queries,
+                    num_sms=self.num_sms,
+                )
+            else:
+                parts = latent_attention(
+                    q_THN,
+                    cache,
+                    sums_THC,
+                    *sequences,
+                    self.workspace,
+                    kind.scale,
+                    splits=self.splits(step, num_tiles, self.slots),
+                    min_split=MIN_SPLIT,
+                    num_seqs=step.num_decodes,
+                    queries=step.queries,
+                )
         if num_prefills and not self.expands:
             # In a captured mixed step the empty places for decodes wrote zeros over some of these tokens.
             num_tokens = step.max_prefill_tokens
@@ -163,7 +185,7 @@ class TritonLatentBackend:
                 *sequences,
                 self.workspace,
                 kind.scale,
-                splits=self.splits(step, num_tiles),
+                splits=self.splits(step, num_tiles, self.slots),
                 min_split=MIN_SPLIT,
                 num_seqs=num_prefills,
                 first_seq=step.num_decodes,

@@ -29,10 +29,12 @@ REPLACED = ("from triton", "from shoal.kernels.hopper", "from shoal.kernels.pdl"
 
 
 class Pointer:
-    """An address in a flat tensor, or many of them."""
+    """An address in the memory from a tensor's first number on, or many of them."""
 
     def __init__(self, memory: torch.Tensor, at: object = 0) -> None:
-        self.memory, self.at = memory.view(-1), at
+        first = memory.storage_offset()
+        length = memory.untyped_storage().nbytes() // memory.itemsize - first
+        self.memory, self.at = memory.as_strided((length,), (1,)), at
         self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: object) -> Pointer:
@@ -137,7 +139,8 @@ class Function:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
-            taken = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            plain = (getattr(arg, "value", arg) for arg in args)  # constants of Triton's
+            taken = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in plain]
             known = inspect.signature(self.function).parameters
             kwargs = {name: arg for name, arg in kwargs.items() if name in known}
             self.machine.grid = grid
@@ -281,7 +284,9 @@ class Machine:
         self.partitions = None
 
     def gl(self) -> types.SimpleNamespace:
-        def load(ptr: Pointer, mask: Value | None = None, other: float = 0.0) -> Value | Number:
+        def load(
+            ptr: Pointer, mask: Value | None = None, other: float = 0.0, cache_modifier: str = ""
+        ) -> Value | Number:
             if not isinstance(ptr.at, Value):
                 return Number(int(ptr.memory[ptr.at]))
             at = ptr.at.data.long()
@@ -289,8 +294,27 @@ class Machine:
             found = ptr.memory[torch.where(inside, at, 0)]
             return Value(torch.where(inside, found, torch.zeros_like(found)))
 
-        def store(ptr: Pointer, value: Value, mask: Value) -> None:
-            ptr.memory[ptr.at.data[mask.data].long()] = value.data[mask.data].to(ptr.memory.dtype)
+        def store(ptr: Pointer, value: Value | int, mask: Value | None = None) -> None:
+            if not isinstance(ptr.at, Value):
+                ptr.memory[ptr.at] = value
+                return
+            at = ptr.at.data.long()
+            inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
+            ptr.memory[at[inside]] = value.data.expand(at.shape)[inside].to(ptr.memory.dtype)
+
+        def atomic_add(ptr: Pointer, value: int, sem: str, scope: str) -> Number:
+            before = Number(int(ptr.memory[ptr.at]))
+            ptr.memory[ptr.at] += value
+            return before
+
+        def larger(a: Value | int, b: Value | int) -> Value | Number:
+            if not isinstance(a, Value):
+                return Number(max(a, b))
+            return Value(torch.maximum(a.data, b.data) if isinstance(b, Value) else a.data.clamp(min=b))
+
+        def summed(x: Value, axis: int) -> Value | Number:
+            total = x.data.sum(axis)
+            return Number(int(total)) if total.dim() == 0 and not total.is_floating_point() else Value(total)
 
         def asm(
             text: str, constraints: str, args: list[Value], dtype: object, pure: bool, pack: int
@@ -311,7 +335,10 @@ class Machine:
                 return Value((a * b).to(kind).view(torch.int32))
             raise AssertionError(f"unknown assembler: {text}")
 
-        def where(condition: object, a: object, b: object) -> Value:
+        def where(condition: object, a: object, b: object) -> object:
+            if not isinstance(condition, Value) and isinstance(a, int):
+                return Number(a if condition else b)
+
             def data(x: object) -> object:
                 return x.data if isinstance(x, Value) else x
 
@@ -328,9 +355,14 @@ class Machine:
             load=load,
             store=store,
             where=where,
-            sum=lambda x, axis: Value(x.data.sum(axis)),
+            full=lambda shape, value, dtype, _=None: Value(torch.full(tuple(shape), value, dtype=dtype)),
+            sum=summed,
+            associative_scan=lambda x, axis, _: Value(x.data.cumsum(axis)),
+            exp2=lambda x: Value(x.data.exp2()),
+            log2=lambda x: Value(x.data.log2()),
+            atomic_add=atomic_add,
             max=lambda x, axis: Value(x.data.amax(axis)),
-            maximum=lambda a, b: Value(a.data.clamp(min=b)),
+            maximum=larger,
             minimum=lambda a, b: Number(min(int(a), int(b))),
             warp_specialize=self.warp_specialize,
             abs=lambda x: Value(x.data.abs()),
@@ -448,10 +480,12 @@ def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool = True, is_as
     return Value(result + sums.data if use_acc else result)
 
 
-def load(machine: Machine, name: str, others: dict[str, object]) -> types.SimpleNamespace:
+def load(
+    machine: Machine, name: str, others: dict[str, object], folder: str = "matmul"
+) -> types.SimpleNamespace:
     """The names of a kernel's file, with Gluon's functions replaced. `others`: those of another file of this
     kind."""
-    text = (FOLDER / "matmul" / f"{name}.py").read_text()
+    text = (FOLDER / folder / f"{name}.py").read_text()
     lines, skipping = [], False
     for line in text.split("\n"):
         if line.startswith(REPLACED):

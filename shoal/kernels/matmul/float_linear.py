@@ -1,6 +1,9 @@
-"""The matmul of a few rows in 16 bits with a weight in float32, such as routers have, elementwise in Triton:
-rows become no tensor in float32, and the kernel keeps to programmatic launches (pdl.py), as cuBLAS does not.
-A program has its row of the weight before it waits.
+"""Matmuls of rows in 16 bits with a weight in float32, such as routers have, in Triton: rows become no tensor
+in float32, and the kernels keep to programmatic launches (pdl.py), as cuBLAS does not. A program has its
+first weights before it waits.
+
+A few rows are multiplied elementwise. For more in bf16 a weight is the sum of three numbers in bf16, which
+have its 24 bits, so tensor cores give what float32 gives but for the order of sums.
 
 T rows · I inputs · O outputs. The oracle is reference.py.
 """
@@ -12,11 +15,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from shoal.kernels.matmul.split_k import arrival_counters, arrives_last
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
-from shoal.kernels.rounding import next_power_of_2
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 FEW_ROWS = 16  # Each reads the weight for itself.
 WIDEST = 8192  # inputs, which a program has at once
+# Types three of which have a weight's 24 bits, small weights too.
+SPLIT_TYPES = (torch.bfloat16,)
+PROGRAMS = 128  # that inputs are split for
+MAX_SPLITS = 8
+MANY_ROWS = 512  # More of them get large tiles.
+MAX_TILES = 1024  # tiles of a launch whose inputs are split
 
 
 @triton.jit
@@ -37,23 +47,111 @@ def _float_linear_kernel(
     tl.store(out_ptr + row * O + out, result)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _many_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    T,
+    O,
+    I,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The grid is (tiles of rows, tiles of outputs, splits of the inputs)."""
+    start_next(PDL)
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    out = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    split = tl.program_id(2)
+    size = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
+    begin, end = split * size, tl.minimum((split + 1) * size, I)
+    column = tl.arange(0, BLOCK_I)
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * I + column[None, :]
+    weight_ptrs = weight_ptr + out.to(tl.int64)[None, :] * I + column[:, None]
+    in_rows, in_outs = (row < T)[:, None], (out < O)[None, :]
+    weight = tl.load(weight_ptrs + begin, mask=in_outs & (begin + column < end)[:, None], other=0.0)
+    wait_for_previous(PDL)
+    # Tensor cores cut off sums of floats, so each step's is added by itself.
+    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    small = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    for start in range(begin, end, BLOCK_I):
+        x = tl.load(x_ptrs + start, mask=in_rows & (start + column < end)[None, :], other=0.0)
+        high = weight.to(x.dtype)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(x.dtype)
+        low = (rest - middle.to(tl.float32)).to(x.dtype)
+        ahead = start + BLOCK_I
+        weight = tl.load(weight_ptrs + ahead, mask=in_outs & (ahead + column < end)[:, None], other=0.0)
+        small = tl.dot(x, middle, tl.dot(x, low, small))
+        sums += tl.dot(x, high)
+    sums += small
+    stored = in_rows & in_outs
+    if SPLITS > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        place = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
+        part_ptrs = parts_ptr + tile * (SPLITS * BLOCK_T * BLOCK_O) + place
+        tl.store(part_ptrs + split * (BLOCK_T * BLOCK_O), sums)
+        if not arrives_last(arrived_ptr + tile, SPLITS):
+            return
+        sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        for other in tl.static_range(SPLITS):
+            sums += tl.load(part_ptrs + other * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + out, mask=out < O, other=0.0)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * O + out[None, :], sums, mask=stored)
+
+
 def float_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """As reference.float_linear."""
     (rows, inputs), outs = x_TI.shape, len(weight_OI)
-    if x_TI.dtype == torch.float32 or not 0 < rows <= FEW_ROWS or inputs > WIDEST:
+    few = rows <= FEW_ROWS and inputs <= WIDEST
+    if rows == 0 or x_TI.dtype == torch.float32 or not (few or x_TI.dtype in SPLIT_TYPES):
         return F.linear(x_TI.float(), weight_OI, bias_O)
     assert x_TI.is_contiguous() and weight_OI.is_contiguous() and weight_OI.dtype == torch.float32
     assert bias_O is None or bias_O.dtype == torch.float32
     out_TO = torch.empty(rows, outs, dtype=torch.float32, device=x_TI.device)
-    _float_linear_kernel[(rows, outs)](
+    if few:
+        _float_linear_kernel[(rows, outs)](
+            x_TI,
+            weight_OI,
+            bias_O,
+            out_TO,
+            outs,
+            inputs,
+            BLOCK_I=next_power_of_2(inputs),
+            num_warps=4,
+            **pdl_options(),
+        )
+        return out_TO
+    block_rows, block_outs, block_inputs = (32, 32, 128) if rows <= MANY_ROWS else (128, 64, 64)
+    tiles = cdiv(rows, block_rows), cdiv(outs, block_outs)
+    splits = max(1, min(MAX_SPLITS, PROGRAMS // (tiles[0] * tiles[1]), cdiv(inputs, block_inputs)))
+    parts, arrived = out_TO, out_TO
+    if splits > 1:
+        assert tiles[0] * tiles[1] <= MAX_TILES
+        parts = out_TO.new_empty(tiles[0] * tiles[1] * splits * block_rows * block_outs)
+        arrived = arrival_counters("float_linear", MAX_TILES, x_TI.device)
+    _many_rows_kernel[(*tiles, splits)](
         x_TI,
         weight_OI,
         bias_O,
         out_TO,
+        parts,
+        arrived,
+        rows,
         outs,
         inputs,
-        BLOCK_I=next_power_of_2(inputs),
-        num_warps=4,
+        SPLITS=splits,
+        BLOCK_T=block_rows,
+        BLOCK_O=block_outs,
+        BLOCK_I=block_inputs,
+        num_warps=4 if rows <= MANY_ROWS else 8,
         **pdl_options(),
     )
     return out_TO

@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton_compile import check_kernels
 
+from shoal.kernels.matmul import float_linear as kernels
 from shoal.kernels.matmul.float_linear import float_linear
 
 # Routers of GLM-4.7-Flash, DeepSeek V3 and DeepSeek V2 Lite.
@@ -14,7 +15,7 @@ LAUNCHES = {
         torch.zeros(rows, inputs, dtype=torch.bfloat16), torch.zeros(outs, inputs), None
     )
     for outs, inputs in ((64, 2048), (256, 7168))
-    for rows in (1, 4)
+    for rows in (1, 4, 256, 2000)
 }
 
 
@@ -24,6 +25,8 @@ LAUNCHES = {
     "rows, outs, inputs", [(1, 5, 100), (3, 64, 128), (5, 37, 200), (70, 20, 130), (0, 8, 16)]
 )
 def test_it_is_as_exact_as_float32(rows, outs, inputs, bias, dtype):
+    if rows > kernels.FEW_ROWS and dtype == torch.bfloat16:
+        pytest.skip("the interpreter does not multiply bf16; tests/gpu/test_kernels_gpu.py does")
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outs, inputs)
     bias_O = torch.randn(outs) if bias else None
@@ -31,6 +34,20 @@ def test_it_is_as_exact_as_float32(rows, outs, inputs, bias, dtype):
     found = float_linear(x, weight, bias_O)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, atol=5e-5, rtol=5e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows, outs, inputs", [(17, 5, 100), (70, 20, 130), (40, 70, 600), (600, 5, 96)])
+def test_many_rows_are_as_exact_with_weights_in_three_parts(rows, outs, inputs, bias, monkeypatch):
+    """In fp16, whose parts have as many bits if weights are about 1."""
+    monkeypatch.setattr(kernels, "SPLIT_TYPES", (torch.float16,))
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).half(), torch.randn(outs, inputs)
+    bias_O = torch.randn(outs) if bias else None
+    exact = x.double() @ weight.double().T + (bias_O.double() if bias else 0)
+    for _ in range(2):  # The counters are zeros again.
+        found = float_linear(x, weight, bias_O)
+        torch.testing.assert_close(found.double(), exact, atol=5e-5, rtol=5e-6)
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
