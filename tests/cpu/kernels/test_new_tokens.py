@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -73,3 +75,34 @@ def test_other_tokens_are_left_to_the_chain(monkeypatch: pytest.MonkeyPatch) -> 
     assert not takes(qkv, norm, case.cos_sin, LayerCache(case.layer().blocks.to(torch.float8_e4m3fn)), 4)
     assert not takes(qkv, norm, case.cos_sin, LayerCache(case.layer().blocks[:, :, :, :8]), 4)
     assert not takes(qkv, norm, case.cos_sin, cache, 17)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "expected"),
+    [
+        (1, (16, 8, 128), 9),
+        (2, (16, 8, 128), 6),
+        (4, (16, 8, 128), None),
+        (1, (32, 4, 128), 16),
+        (1, (8, 1, 128), None),
+    ],
+)
+def test_the_largest_clusters_are_taken_that_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: tuple[int, int, int], expected: int | None
+) -> None:
+    """Programs of 128 KB on an H200, whose groups of SMs differ in size. A few programs are left to the chain."""
+
+    class Function(NamedTuple):
+        binary: bytes
+        name: str
+        shared_bytes: int
+
+        def clusters_at_once(self, programs: tuple[int, int, int], threads: int) -> int:
+            return sum(size // programs[0] for size in 7 * (18,) + (6,))
+
+    compiled: Future[bytes] = Future()
+    compiled.set_result(b"")
+    monkeypatch.setattr(new_tokens, "_binary", lambda device, kernel: compiled)
+    monkeypatch.setattr(new_tokens, "CudaFunction", Function)
+    found = new_tokens._function.__wrapped__(torch.device("cuda"), tokens, *heads)
+    assert (found and found[0]) == expected
