@@ -329,6 +329,12 @@ class Machine:
                 bytes_of = words.contiguous().view(torch.int8).view(*words.shape, 4)
                 where = torch.tensor([[0, 1], [2, 3]]).expand(words.shape).unsqueeze(-1)
                 return Value(bytes_of.gather(-1, where).squeeze(-1))
+            if text.startswith("prmt.b32 $0, $1, $1, "):
+                words = args[0].data.contiguous().view(torch.int16).view(*args[0].shape, 2)
+                half = {"0x1010;": 0, "0x3232;": 1}[text.split()[-1]]
+                return Value(
+                    words[..., half, None].expand(words.shape).contiguous().view(torch.int32)[..., 0]
+                )
             if text.startswith("mul.rn."):  # Each word has two numbers.
                 kind = torch.bfloat16 if "bf16x2" in text else torch.float16
                 a, b = (arg.data.contiguous().view(kind).float() for arg in args)
@@ -383,6 +389,7 @@ class Machine:
             float32=torch.float32,
             int32=torch.int32,
             int64=torch.int64,
+            int16=torch.int16,
             int8=torch.int8,
             float8e4nv=FP8,
             bfloat16=torch.bfloat16,
@@ -443,9 +450,9 @@ class Machine:
     def async_copy(self, threads: int = 128) -> types.SimpleNamespace:
         """Copies by the threads of a partition, each of which arrives."""
 
-        def copy(target: Shared, ptrs: Pointer, mask: Value) -> None:
+        def copy(target: Shared, ptrs: Pointer, mask: Value | None = None) -> None:
             at = ptrs.at.data.long()
-            inside = mask.data.expand(at.shape)
+            inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
             found = ptrs.memory[torch.where(inside, at, 0)]
             target.store(Value(torch.where(inside, found, torch.zeros_like(found))))
 

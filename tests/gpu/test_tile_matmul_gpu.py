@@ -113,7 +113,7 @@ def test_many_rows_of_experts_equal_the_loop_over_them(
     num: int, top_k: int, hidden: int, size: int, tokens: int, activation: str, dtype: torch.dtype
 ) -> None:
     """Hopper's kernel, with one busy expert and one without rows; twenty runs give the same bits."""
-    from shoal.kernels.matmul.dispatch import choose_expert_tiles, gpu_of
+    from shoal.kernels.matmul.dispatch import ExpertKernel, choose_expert_tiles, gpu_of
     from shoal.kernels.moe import moe
 
     if not gpu_of(DEVICE).hopper:
@@ -130,12 +130,12 @@ def test_many_rows_of_experts_equal_the_loop_over_them(
     logits[:, 1] = -1e4
     plain = moe.ExpertFormat()
     tiles = choose_expert_tiles(tokens * top_k, num, (hidden, size), (plain, plain), dtype, gpu_of(DEVICE))
-    assert tiles.hopper
+    assert tiles.kernel is ExpertKernel.HOPPER
     want = reference.moe(x.float(), logits, rule, exact, kind)
     given = x, logits, rule, ours, kind
     got = moe.moe(*given)
     assert error(got, want) < (2e-2 if dtype == torch.bfloat16 else 3e-3)
-    assert error(got, moe.moe_with(tiles._replace(hopper=False), *given).float()) < 1e-2
+    assert error(got, moe.moe_with(tiles._replace(kernel=ExpertKernel.TILES), *given).float()) < 1e-2
     for _ in range(20):
         assert torch.equal(moe.moe(*given), got)
     graph = torch.cuda.CUDAGraph()
@@ -154,9 +154,9 @@ def test_many_rows_of_experts_equal_the_loop_over_them(
 def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
     num: int, top_k: int, hidden: int, size: int, activation: str, dtype: torch.dtype
 ) -> None:
-    """One token and many, with biases, one busy expert and one without rows; ten runs give the same bits."""
+    """By each of the kernels, with biases, one busy expert and one without rows; ten runs give the same bits."""
     from shoal.kernels.matmul import gpu_weight
-    from shoal.kernels.matmul.dispatch import gpu_of
+    from shoal.kernels.matmul.dispatch import ExpertFormat, choose_expert_tiles, gpu_of
     from shoal.kernels.moe import moe
 
     if not gpu_of(DEVICE).hopper:
@@ -171,7 +171,12 @@ def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
         biases.append(torch.randn(num, outs, device=DEVICE).to(dtype) / 8)
     ours = ExpertWeights(*packed, *biases)
     exact = ExpertWeights(*plain, *(bias.float() for bias in biases))
-    for tokens in (1, 64 * num // top_k, 1029):
+    made = ExpertFormat(4, 32, is_e2m1=True)
+    kernels = set()
+    for rows in (None, 8, 40, 100, 1000):  # an expert's, on average; None: one token
+        tokens = 1 if rows is None else rows * num // top_k
+        tiles = choose_expert_tiles(tokens * top_k, num, (hidden, size), (made, made), dtype, gpu_of(DEVICE))
+        kernels.add((tiles.kernel, tiles.gate_up.rows, tiles.widened))
         x = (torch.randn(tokens, hidden, device=DEVICE) / 8).to(dtype)
         logits = torch.randn(tokens, num, device=DEVICE)
         logits[:, 0] += 2
@@ -185,3 +190,4 @@ def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
         assert error(residual, total) < (5e-3 if dtype == torch.bfloat16 else 1e-3), tokens
         for _ in range(10):
             assert torch.equal(moe.moe(x, logits, rule, ours, kind), got), tokens
+    assert len(kernels) == 5

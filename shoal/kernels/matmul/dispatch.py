@@ -36,6 +36,8 @@ MAX_ROW_SPLITS = 8
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
 MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
+# hopper_mxfp4_experts.py has up to as many rows of an expert, on average, and for so few tiles of 32, not 64.
+MXFP4_EXPERT_ROWS, FEW_EXPERT_ROWS = 64, 24
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
@@ -78,8 +80,11 @@ class Limits:
     widened_rows: int = 16
     # The fewest rows of an expert, on average, for Hopper's kernel of experts.
     expert_rows: int = 64
+    # The fewest for which weights in MXFP4 are widened to 16 bits before.
+    widened_expert_rows: int = 768
 
 
+NEVER = 1 << 30  # as a limit: more rows than there are
 REFERENCE_SMS = 132  # an H200's
 MEASURED = {"NVIDIA H200": Limits()}
 
@@ -92,6 +97,7 @@ def derived_limits(sms: int) -> Limits:
         prefetched_warps=reference.prefetched_warps * sms // REFERENCE_SMS,
         elementwise_matmuls=reference.elementwise_matmuls * sms // REFERENCE_SMS,
         many_weight_rows=reference.many_weight_rows * sms // REFERENCE_SMS,
+        widened_expert_rows=NEVER,  # The wide weights take memory, so only where they were measured to win.
     )
 
 
@@ -442,15 +448,22 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
     return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, stages, splits, EARLY_ROUNDS))
 
 
+class ExpertKernel(Enum):
+    TILES = 0  # tile_matmul.py
+    HOPPER = 1  # hopper_experts.py
+    MXFP4 = 2  # hopper_mxfp4_experts.py
+    MXFP4_SLOTS = 3  # hopper_mxfp4_slots.py
+
+
 class ExpertTiles(NamedTuple):
-    """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. `hopper`:
-    hopper_experts.py multiplies, or hopper_mxfp4_slots.py with `slots`, whose tiles are their own but for
-    their rows."""
+    """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. Hopper's kernels
+    take nothing but the rows from them. `widened`: packed weights become 16 bits before the matmul."""
 
     gate_up: RowTiles
     down: RowTiles
     slots: bool
-    hopper: bool = False
+    kernel: ExpertKernel = ExpertKernel.TILES
+    widened: bool = False
 
 
 class ExpertFormat(NamedTuple):
@@ -488,12 +501,13 @@ def choose_expert_tiles(
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
-    if slots:
-        hopper = _is_for_mxfp4_slots(sizes, formats, dtype, gpu)
-    else:
-        hopper = _is_for_hopper_experts(rows, sizes, formats, dtype, gpu)
-    if hopper and not slots:
-        block_rows = 128
+    kernel, widened = ExpertKernel.TILES, False
+    if _is_for_mxfp4(slots, sizes, formats, dtype, gpu) and rows <= MXFP4_EXPERT_ROWS:
+        kernel = ExpertKernel.MXFP4_SLOTS if slots else ExpertKernel.MXFP4
+        block_rows = 16 if slots else 32 if rows <= FEW_EXPERT_ROWS else 64
+    elif not slots and _is_for_hopper_experts(rows, sizes, formats, dtype, gpu):
+        kernel, block_rows = ExpertKernel.HOPPER, 128
+        widened = all(of.is_mxfp4 for of in formats) and rows >= gpu.limits.widened_expert_rows
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
     if not gpu.hopper and block_rows == 128:  # Sums of gate and up beside each other spill there.
@@ -506,7 +520,7 @@ def choose_expert_tiles(
     if slots:
         gate_up = _split_slots(gate_up, num_slots, size, hidden, formats[0], True, gpu)
         down = _split_slots(down, num_slots, hidden, size, formats[1], False, gpu)
-    return ExpertTiles(gate_up, down, slots, hopper)
+    return ExpertTiles(gate_up, down, slots, kernel, widened)
 
 
 def _is_for_hopper_experts(
@@ -529,11 +543,17 @@ def _is_for_hopper_experts(
     )
 
 
-def _is_for_mxfp4_slots(
-    sizes: tuple[int, int], formats: tuple[ExpertFormat, ExpertFormat], dtype: torch.dtype, gpu: GPU
+def _is_for_mxfp4(
+    slots: bool,
+    sizes: tuple[int, int],
+    formats: tuple[ExpertFormat, ExpertFormat],
+    dtype: torch.dtype,
+    gpu: GPU,
 ) -> bool:
-    """Says if these are weights in MXFP4 that consist of whole steps of 64 inputs."""
-    whole = sizes[0] % 64 == sizes[1] % 64 == 0
+    """Says if these are weights in MXFP4 of whole tiles of 16 outputs, and for slots of whole steps of 64
+    inputs."""
+    step = 64 if slots else 16
+    whole = sizes[0] % step == sizes[1] % step == 0
     return gpu.hopper and all(of.is_mxfp4 for of in formats) and dtype in TENSOR_TYPES and whole
 
 

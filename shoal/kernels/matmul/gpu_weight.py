@@ -115,7 +115,7 @@ class GpuWeight(TiledWeight, PlainRows):
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, [T, I]."""
-        rows = packed_linear.unpack_rows(self, 0, 0, ids_T)
+        rows = packed_linear.unpack_ids(self, ids_T)
         return rows if self.order is None else torch.empty_like(rows).index_copy_(1, self.order, rows)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

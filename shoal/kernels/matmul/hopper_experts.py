@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul, squared_relu
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.mxfp4_pairs import halves, scaled, widened
+from shoal.kernels.matmul.mxfp4_pairs import halves, placed, scaled
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight, weight_shape
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
@@ -102,11 +102,11 @@ def _packed_tile(tile, expert, out_tile, outs, GATED: gl.constexpr):
 def _widened(words, scales, dtype: gl.constexpr):
     """Returns the weights of 256 rows and 64 inputs, pairs of inputs as int32, [256, 32]. A lane, 4 g + c,
     has outputs g + 8 h and of each 16 inputs those numbered 8 u + 2 c + e; e counts the halves of a word."""
-    # Each pair's four bits get to the top of both halves: sign, exponent and mantissa.
+    NUMBERS: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    # Each pair's four bits get to the top of both halves. Fewer instructions would take more registers.
     lower = gl.join(words << 12, words << 4)  # h = 0; u is the last dimension.
     upper = gl.join(words << 8, words)
-    NUMBERS: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    pairs = widened(gl.join(lower, upper), NUMBERS)
+    pairs = placed(gl.join(lower, upper), 3, NUMBERS)
     scales = gl.reshape(gl.join(scales, scales), (16, 32, 4))  # two words a group
     scales = gl.convert_layout(scales, WORDS_LAYOUT, assert_trivial=True)
     low, high = halves(scales)

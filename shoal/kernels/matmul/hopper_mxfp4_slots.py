@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from shoal.kernels.matmul.hopper_linear import gate_mul, squared_relu, wait_for_inputs
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.mxfp4_pairs import halves, scaled, widened
+from shoal.kernels.matmul.mxfp4_pairs import halves, placed, scaled
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import next_power_of_2
@@ -59,15 +59,12 @@ def _quarters(words, layout: gl.constexpr):
 
 
 @gluon.jit
-def _operand(top, scale, dtype: gl.constexpr):
-    return scaled(widened(top, dtype), scale, dtype)
-
-
-@gluon.jit
 def _add_word(word, low, high, b0, b1, sums, dtype: gl.constexpr):
     c0, c1, c2, c3 = sums
-    a0, a1 = _operand(word << 12, low, dtype), _operand(word << 8, high, dtype)
-    a2, a3 = _operand(word << 4, low, dtype), _operand(word, high, dtype)
+    a0 = scaled(placed(word, 0, dtype), low, dtype)
+    a1 = scaled(placed(word, 1, dtype), high, dtype)
+    a2 = scaled(placed(word, 2, dtype), low, dtype)
+    a3 = scaled(placed(word, 3, dtype), high, dtype)
     return _multiply(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, dtype)
 
 

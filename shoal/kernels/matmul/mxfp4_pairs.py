@@ -10,15 +10,13 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def halves(words):
     """Returns the low half of each word twice, and the high half twice."""
-    return (words & 0xFFFF) | (words << 16), ((words >> 16) & 0xFFFF) | (words & -0x10000)
+    return _bytes(words, "0x1010"), _bytes(words, "0x3232")
 
 
 @gluon.jit
-def widened(top, dtype: gl.constexpr):
-    """Returns the weights in the top 4 bits of each half of a word, sign, exponent and mantissa (loaders.py),
-    before they are scaled. `dtype`: "bf16" or "f16"."""
-    SHIFT: gl.constexpr = 6 if dtype == "bf16" else 3
-    return (top & -0x7FFF8000) | ((top & 0x70007000) >> SHIFT)
+def _bytes(words, ORDER: gl.constexpr):
+    """Returns each word's bytes in an order, one instruction."""
+    return gl.inline_asm_elementwise(f"prmt.b32 $0, $1, $1, {ORDER};", "=r,r", [words], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -27,3 +25,18 @@ def scaled(pairs, scales, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(
         f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", [pairs, scales], gl.int32, True, 1
     )
+
+
+@gluon.jit
+def placed(words, NIBBLE: gl.constexpr, dtype: gl.constexpr):
+    """Returns the weights in bits 4 NIBBLE to 4 NIBBLE + 3 of each half of a word, sign, exponent and
+    mantissa, put where the type has them (loaders.py), before they are scaled. `dtype`: "bf16" or "f16"."""
+    SHIFT: gl.constexpr = 6 if dtype == "bf16" else 3
+    LEFT: gl.constexpr = 12 - 4 * NIBBLE
+    SIGN: gl.constexpr = -0x7FFF8000
+    REST: gl.constexpr = 0x70007000 >> SHIFT
+    if LEFT >= SHIFT:
+        rest = words << (LEFT - SHIFT)
+    else:
+        rest = words >> (SHIFT - LEFT)
+    return ((words << LEFT) & SIGN) | (rest & REST)

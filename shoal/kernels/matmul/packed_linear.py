@@ -19,7 +19,18 @@ from shoal.kernels.activation import gate_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import After, Before, Kernel, RowTiles, Shape, choose
-from shoal.kernels.matmul.loaders import LARGER_BF16, LARGER_FP16, TiledWeight, e2m1, fma, num_groups, number
+from shoal.kernels.matmul.loaders import (
+    LARGER_BF16,
+    LARGER_FP16,
+    TILED,
+    TiledWeight,
+    e2m1,
+    first_ptrs,
+    fma,
+    num_groups,
+    number,
+    weights_of_step,
+)
 from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv
@@ -28,6 +39,67 @@ if HAS_GLUON:
     from shoal.kernels.matmul import hopper_int4_row
 
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
+UNPACKED_ROWS = 128  # and as many of their rows by a program
+
+
+@triton.jit
+def _unpack_kernel(
+    words_ptr,
+    scales_ptr,
+    minima_ptr,
+    out_ptr,
+    first,
+    rows,
+    O,
+    I,
+    BITS: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """Unpacks a step of inputs of BLOCK_O outputs. `first`: the first program's first output, a multiple of
+    BLOCK_O."""
+    COLUMNS: tl.constexpr = 256 // BITS
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    step, block = tl.program_id(0), tl.program_id(1)
+    ptrs, scales_ptrs, minima_ptrs, _, _ = first_ptrs(
+        words_ptr,
+        scales_ptr,
+        minima_ptr,
+        tl.zeros((), tl.int64),
+        block + first // BLOCK_O,
+        O,
+        I,
+        TILED,
+        BITS,
+        SCALE_GROUP,
+        False,
+        BLOCK_O,
+        COLUMNS,
+    )
+    at = step * COLUMNS
+    column = at + tl.arange(0, COLUMNS)
+    weights = weights_of_step(
+        ptrs,
+        scales_ptrs,
+        minima_ptrs,
+        at,
+        at // SCALE_GROUP,
+        column < I,
+        I,
+        TILED,
+        BITS,
+        E2M1,
+        minima_ptr is not None,
+        SCALE_GROUP,
+        True,
+        DTYPE,
+    )
+    LARGER: tl.constexpr = LARGER_BF16 if tl.bfloat16 == DTYPE else LARGER_FP16
+    weights = (weights.to(tl.float32) * LARGER).to(DTYPE)
+    row = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * I + column[None, :]
+    tl.store(out_ptrs, weights, mask=(row < rows)[:, None] & (column < I)[None, :])
 
 
 @triton.jit
@@ -37,27 +109,22 @@ def _half_of(ptr, at, high, mask):
 
 
 @triton.jit
-def _unpack_kernel(
+def _unpack_ids_kernel(
     ids_ptr,
     words_ptr,
     scales_ptr,
     minima_ptr,
     out_ptr,
-    first,
     I,
     BITS: tl.constexpr,
     E2M1: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Unpacks some inputs of one output, given by an id, or by the program's number and `first`."""
+    """Unpacks some inputs of one output."""
     COLUMNS: tl.constexpr = 256 // BITS
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if ids_ptr is None:
-        out = tl.program_id(0) + first
-    else:
-        out = tl.load(ids_ptr + tl.program_id(0))
-    out = out.to(tl.int64)
+    out = tl.load(ids_ptr + tl.program_id(0)).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
     all_steps = tl.cdiv(I, COLUMNS)
@@ -106,7 +173,7 @@ def packed_matmul(
     if gated:
         return gate_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
-    step = max(1, UNPACKED // inputs)
+    step = max(1, UNPACKED // inputs // UNPACKED_ROWS) * UNPACKED_ROWS
     for first in range(0, outs if len(x_TI) else 0, step):
         rows = slice(first, min(outs, first + step))
         unpacked = unpack_rows(weight, rows.start, rows.stop)
@@ -168,19 +235,43 @@ def _ring(
     return out_1O
 
 
-def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [start, stop) of the matrix, or rows `ids`, in its own dtype and order of inputs."""
-    rows, inputs = stop - start if ids is None else len(ids), weight.shape[1]
+def unpack_rows(weight: TiledWeight, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of the matrix, in its own dtype and order of inputs. `start`: a multiple of
+    UNPACKED_ROWS."""
+    rows, inputs = stop - start, weight.shape[1]
+    assert start % UNPACKED_ROWS == 0
     out = torch.empty((rows, inputs), dtype=weight.dtype, device=weight.words.device)
-    block = 1024
     if rows:
-        _unpack_kernel[(rows, cdiv(inputs, block))](
-            ids,
+        _unpack_kernel[(cdiv(inputs, 256 // weight.bits), cdiv(rows, UNPACKED_ROWS))](
             weight.words,
             weight.scales,
             weight.minima,
             out,
             start,
+            rows,
+            weight.shape[0],
+            inputs,
+            BITS=weight.bits,
+            E2M1=weight.e2m1,
+            SCALE_GROUP=weight.group,
+            BLOCK_O=UNPACKED_ROWS,
+            num_warps=4,
+            **ORDINARY,
+        )
+    return out
+
+
+def unpack_ids(weight: TiledWeight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` of the matrix, in its own dtype and order of inputs."""
+    inputs, block = weight.shape[1], 1024
+    out = torch.empty((len(ids), inputs), dtype=weight.dtype, device=weight.words.device)
+    if len(ids):
+        _unpack_ids_kernel[(len(ids), cdiv(inputs, block))](
+            ids,
+            weight.words,
+            weight.scales,
+            weight.minima,
+            out,
             inputs,
             BITS=weight.bits,
             E2M1=weight.e2m1,

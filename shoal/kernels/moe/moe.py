@@ -1,7 +1,7 @@
 """Mixture of experts in Triton, for a captured graph: no count reaches the host, and grids are upper bounds.
 
-A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py, or
-hopper_experts.py for many rows):
+A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py; on
+Hopper hopper_experts.py for many rows, and hopper_mxfp4_experts.py for some in MXFP4):
 
 1. route.py chooses each token's experts, and numbers the slots of each expert.
 2. `_arrange` lists the slots expert by expert, and cuts each expert's part of the list into tiles.
@@ -22,8 +22,16 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.hopper import HAS_GLUON
-from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertTiles, choose_expert_tiles, gpu_of
+from shoal.kernels.matmul.dispatch import (
+    ExpertFormat,
+    ExpertKernel,
+    ExpertTiles,
+    RowTiles,
+    choose_expert_tiles,
+    gpu_of,
+)
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
+from shoal.kernels.matmul.packed_linear import unpack_rows
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.moe.packed_experts import expert_matrix
@@ -34,6 +42,7 @@ from shoal.kinds.experts import Activation, Router
 
 if HAS_GLUON:
     from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
+    from shoal.kernels.matmul.hopper_mxfp4_experts import mxfp4_experts_matmul
     from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
@@ -168,7 +177,7 @@ def moe_with(
     if counts is None:
         by_slot = RowMap(SLOTS, experts, num_slots, top_k, num_experts)
         by_token = RowMap(SLOTS, experts, num_tokens, top_k, num_experts, shares=shares)
-        if tiles.hopper:
+        if tiles.kernel is ExpertKernel.MXFP4_SLOTS:
             mxfp4_slots_matmul(x_TD, w13, weights.b13, hidden_states, by_slot, activation)
             mxfp4_slots_matmul(hidden_states, w2, weights.b2, out_TD, by_token, add=add)
             return out_TD
@@ -177,18 +186,36 @@ def moe_with(
         return out_TD
     listed = _arranged(experts, ranks, counts, tiles.gate_up.rows, top_k)
     assert tiles.gate_up.rows == tiles.down.rows
+    _matmul_of_list(tiles, tiles.gate_up, x_TD, w13, weights.b13, hidden_states, listed, activation)
     slots_out = x_TD.new_empty((num_slots, hidden))
-    if tiles.hopper:
-        hopper_experts_matmul(x_TD, w13, weights.b13, hidden_states, listed, activation)
-        hopper_experts_matmul(hidden_states, w2, weights.b2, slots_out, listed)
-    else:
-        tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=listed)
-        tile_matmul(tiles.down, hidden_states, w2, weights.b2, slots_out, rows=listed)
+    _matmul_of_list(tiles, tiles.down, hidden_states, w2, weights.b2, slots_out, listed)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
         slots_out, shares, out_TD, hidden, K=top_k, ADD=add, BLOCK=block, **pdl_options()
     )
     return out_TD
+
+
+def _matmul_of_list(
+    tiles: ExpertTiles,
+    own: RowTiles,
+    x: torch.Tensor,
+    weight: Weight,
+    bias_EO: torch.Tensor | None,
+    out: torch.Tensor,
+    rows: RowMap,
+    activation: Activation | None = None,
+) -> None:
+    """One of the two matmuls of LISTED rows, by the kernel that was chosen. `own`: its tiles."""
+    if tiles.kernel is ExpertKernel.MXFP4:
+        mxfp4_experts_matmul(x, weight, bias_EO, out, rows, own.rows, activation)
+    elif tiles.kernel is ExpertKernel.HOPPER:
+        if tiles.widened:  # into memory that the next matmul, and the next layer, use again
+            assert isinstance(weight, TiledWeight)
+            weight = unpack_rows(weight, 0, weight.shape[0]).view(rows.num_experts, -1, weight.shape[1])
+        hopper_experts_matmul(x, weight, bias_EO, out, rows, activation)
+    else:
+        tile_matmul(own, x, weight, bias_EO, out, activation, rows=rows)
 
 
 def _arranged(

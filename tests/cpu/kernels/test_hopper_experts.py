@@ -15,9 +15,10 @@ from gluon_numbers import Descriptor, Machine, Value, load
 from triton_compile import check_kernels
 
 from shoal.kernels.matmul import dispatch, gpu_weight
-from shoal.kernels.matmul.dispatch import GPU, ExpertFormat, choose_expert_tiles
+from shoal.kernels.matmul.dispatch import GPU, ExpertFormat, ExpertKernel, choose_expert_tiles, derived_limits
 from shoal.kernels.matmul.gpu_weight import GpuWeight
 from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
+from shoal.kernels.matmul.hopper_mxfp4_experts import mxfp4_experts_matmul
 from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, weight_shape
@@ -42,9 +43,10 @@ def squared_relu(x: Value) -> Value:
     return Value((x.data.float().relu() ** 2).to(x.data.dtype))
 
 
-def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
+def matmul_as_numbers(sms: int, turns: tuple[int, ...], block_rows: int = 128):
+    """Returns hopper_experts.py's matmul, or for fewer than 128 rows a tile hopper_mxfp4_experts.py's."""
     names = dict(
-        dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)),
+        dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms), SHARED_BYTES=dispatch.SHARED_BYTES),
         descriptor=lambda matrix, rows, columns: Descriptor(
             matrix, [*matrix.shape], [*matrix.stride()], [rows, columns], None
         ),
@@ -55,25 +57,30 @@ def matmul_as_numbers(sms: int, turns: tuple[int, ...]):
         weight_shape=weight_shape,
     )
     machine = Machine(turns)
-    return load(machine, "hopper_experts", names | pairs_of(machine)).hopper_experts_matmul
+    names |= pairs_of(machine)
+    if block_rows == 128:
+        return load(machine, "hopper_experts", names).hopper_experts_matmul
+    few = load(machine, "hopper_mxfp4_experts", names).mxfp4_experts_matmul
+    return lambda x, weight, bias, out, rows, kind=None: few(x, weight, bias, out, rows, block_rows, kind)
 
 
 def pairs_of(machine: Machine) -> dict[str, object]:
     pairs = load(machine, "mxfp4_pairs", {})
-    return dict(halves=pairs.halves, scaled=pairs.scaled, widened=pairs.widened)
+    return dict(halves=pairs.halves, placed=pairs.placed, scaled=pairs.scaled)
 
 
-def listed(counts: list[int], top_k: int) -> tuple[RowMap, torch.Tensor]:
+def listed(counts: list[int], top_k: int, block_rows: int = 128) -> tuple[RowMap, torch.Tensor]:
     """The list of slots of which each expert has as many as `counts` say, and the slots' experts."""
     experts = torch.cat([torch.full((count,), i) for i, count in enumerate(counts)]).int()
     experts = experts[torch.randperm(len(experts))]
     ranks, seen = torch.empty_like(experts), [0] * len(counts)
     for slot, expert in enumerate(experts.tolist()):
         ranks[slot], seen[expert] = seen[expert], seen[expert] + 1
-    return moe._arranged(experts, ranks, torch.tensor(counts).int(), 128, top_k), experts
+    return moe._arranged(experts, ranks, torch.tensor(counts).int(), block_rows, top_k), experts
 
 
 COUNTS = [0, 70, 300, 128, 1, 0, 64, 193]
+FEW_COUNTS = [0, 70, 30, 1, 0, 64, 20, 33]
 
 
 def check_numbers(
@@ -131,6 +138,7 @@ def test_experts_as_numbers(
 
 
 @pytest.mark.parametrize("turns", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("block_rows", [32, 64, 128])
 @pytest.mark.parametrize(
     ("kind", "dtype", "hidden", "size", "sms"),
     [
@@ -141,10 +149,16 @@ def test_experts_as_numbers(
     ids=str,
 )
 def test_experts_in_mxfp4_as_numbers(
-    kind: Activation, dtype: torch.dtype, hidden: int, size: int, sms: int, turns: tuple[int, ...]
+    kind: Activation,
+    dtype: torch.dtype,
+    hidden: int,
+    size: int,
+    sms: int,
+    block_rows: int,
+    turns: tuple[int, ...],
 ) -> None:
     print("seed", torch.manual_seed(35).initial_seed())
-    rows, experts = listed(COUNTS, 2)
+    rows, experts = listed(COUNTS if block_rows == 128 else FEW_COUNTS, 2, block_rows)
     x = torch.randn(len(experts) // 2, hidden).to(dtype) / 8
     packed, plain = [], []
     for outs, inputs in ((size * (1 + kind.has_gate), hidden), (hidden, size)):
@@ -152,7 +166,7 @@ def test_experts_in_mxfp4_as_numbers(
         packed.append(gpu_weight.pack(parts, None, torch.device("cpu"), dtype))
         plain.append(torch.stack([part.dequantize() for part in parts]))
     biases = torch.randn(plain[0].shape[:2]).to(dtype), torch.randn(plain[1].shape[:2]).to(dtype)
-    matmul = matmul_as_numbers(sms, turns)
+    matmul = matmul_as_numbers(sms, turns, block_rows)
     check_numbers((x, *packed), (plain[0], plain[1]), biases, kind, rows, experts, matmul)
 
 
@@ -208,11 +222,32 @@ MXFP4 = ExpertFormat(4, 32, is_e2m1=True)
 
 
 def test_many_rows_of_plain_experts_and_of_mxfp4_go_to_hopper() -> None:
-    assert _chosen().hopper and _chosen().gate_up.rows == 128
-    assert _chosen(dtype=FP16).hopper
-    assert _chosen(sizes=(2816, 704)).hopper
-    assert _chosen(formats=(MXFP4, MXFP4)).hopper
-    assert _chosen(formats=(MXFP4, ExpertFormat()), sizes=(2880, 2880)).hopper
+    assert _chosen().kernel is ExpertKernel.HOPPER and _chosen().gate_up.rows == 128
+    for options in (
+        dict(dtype=FP16),
+        dict(sizes=(2816, 704)),
+        dict(formats=(MXFP4, MXFP4)),
+        dict(formats=(MXFP4, ExpertFormat()), sizes=(2880, 2880)),
+    ):
+        assert _chosen(**options).kernel is ExpertKernel.HOPPER, options
+
+
+def test_mxfp4_of_very_many_rows_is_widened_on_a_measured_gpu() -> None:
+    least = dispatch.Limits().widened_expert_rows
+    assert _chosen(rows=least, formats=(MXFP4, MXFP4)).widened
+    assert not _chosen(rows=least - 1, formats=(MXFP4, MXFP4)).widened
+    assert not _chosen(rows=least).widened and not _chosen(rows=least, formats=(MXFP4, PLAIN[0])).widened
+    other = GPU(132, True, derived_limits(132))
+    tiles = _chosen(rows=least, formats=(MXFP4, MXFP4), gpu=other)
+    assert tiles.kernel is ExpertKernel.HOPPER and not tiles.widened
+
+
+@pytest.mark.parametrize(("rows", "block_rows"), [(1, 32), (24, 32), (25, 64), (64, 64)])
+def test_some_rows_of_mxfp4_have_tiles_of_few_rows(rows: int, block_rows: int) -> None:
+    tiles = _chosen(rows=rows, formats=(MXFP4, MXFP4))
+    assert tiles.kernel is ExpertKernel.MXFP4 and tiles.gate_up.rows == tiles.down.rows == block_rows
+    for other in (dict(gpu=GPU()), dict(sizes=(2048, 776)), dict(dtype=torch.float32)):
+        assert _chosen(rows=rows, **dict(dict(formats=(MXFP4, MXFP4)), **other)).kernel is ExpertKernel.TILES
 
 
 @pytest.mark.parametrize(
@@ -231,14 +266,14 @@ def test_many_rows_of_plain_experts_and_of_mxfp4_go_to_hopper() -> None:
     ids=str,
 )
 def test_other_experts_stay_with_triton(options: dict) -> None:
-    assert not _chosen(**options).hopper
+    assert _chosen(**options).kernel is ExpertKernel.TILES
 
 
 def test_few_slots_in_mxfp4_go_to_hopper_too() -> None:
     def chosen(sizes=(2880, 2880), formats=(MXFP4, MXFP4), dtype=BF16, gpu=HOPPER):
         tiles = choose_expert_tiles(8, 32, sizes, formats, dtype, gpu)
         assert tiles.slots
-        return tiles.hopper
+        return tiles.kernel is ExpertKernel.MXFP4_SLOTS
 
     assert chosen() and chosen(dtype=FP16)
     assert not chosen(sizes=(2880, 1440)) and not chosen(formats=PLAIN) and not chosen(gpu=GPU())
@@ -263,7 +298,14 @@ def _launch_slots(first: bool, kind: Activation, hidden: int, size: int, dtype: 
 
 
 def _launch(
-    first: bool, kind: Activation, hidden: int, size: int, dtype: torch.dtype, packed: bool, biased: bool
+    first: bool,
+    kind: Activation,
+    hidden: int,
+    size: int,
+    dtype: torch.dtype,
+    packed: bool,
+    biased: bool,
+    block_rows: int = 128,
 ) -> None:
     num, top_k = 4, 2
     outs, inputs = (size * (1 + kind.has_gate), hidden) if first else (hidden, size)
@@ -280,41 +322,58 @@ def _launch(
             )
             weight = TiledWeight((num * outs, inputs), dtype, 4, True, 32, words, scales, None)
         bias = torch.empty(num, outs, dtype=dtype) if biased else None
+        matmul = hopper_experts_matmul
+        if block_rows < 128:
+            matmul = partial(mxfp4_experts_matmul, block_rows=block_rows)
         if first:
-            hopper_experts_matmul(x, weight, bias, states, rows, kind)
+            matmul(x, weight, bias, states, rows, activation=kind)
         else:
-            out = torch.empty(64 * top_k, hidden, dtype=dtype)
-            hopper_experts_matmul(states, weight, bias, out, rows)
+            matmul(states, weight, bias, torch.empty(64 * top_k, hidden, dtype=dtype), rows)
 
 
-LAUNCHES = {
-    f"{'first' if first else 'second'}, {kind.kind}, {hidden} x {size} {dtype}{' packed' * packed}{' biased' * biased}": partial(
-        _launch, first, kind, hidden, size, dtype, packed, biased
-    )
-    for first, kind, hidden, size, dtype, packed, biased in (
-        (True, Activation("silu"), 2048, 768, BF16, False, False),
-        (True, Activation("gelu_tanh"), 2816, 704, BF16, False, False),
-        (True, Activation("relu2"), 1024, 776, FP16, False, False),
-        (True, CLAMPED, 2880, 2880, BF16, False, True),
-        (True, CLAMPED, 2880, 2880, BF16, True, True),
-        (True, Activation("silu"), 2048, 768, FP16, True, False),
-        (True, Activation("relu2"), 1024, 784, BF16, True, True),
-        (False, Activation("silu"), 2048, 768, BF16, False, False),
-        (False, Activation("silu"), 1032, 776, FP16, False, True),
-        (False, CLAMPED, 2880, 2880, BF16, True, True),
-        (False, CLAMPED, 2880, 2880, FP16, True, False),
-    )
-} | {
-    f"slots, {'first' if first else 'second'}, {kind.kind} {dtype}": partial(
-        _launch_slots, first, kind, 2880, 2880, dtype
-    )
-    for first, kind, dtype in (
-        (True, CLAMPED, BF16),
-        (True, Activation("relu2"), FP16),
-        (False, CLAMPED, BF16),
-        (False, CLAMPED, FP16),
-    )
-}
+LAUNCHES = (
+    {
+        f"{'first' if first else 'second'}, {kind.kind}, {hidden} x {size} {dtype}{' packed' * packed}{' biased' * biased}": partial(
+            _launch, first, kind, hidden, size, dtype, packed, biased
+        )
+        for first, kind, hidden, size, dtype, packed, biased in (
+            (True, Activation("silu"), 2048, 768, BF16, False, False),
+            (True, Activation("gelu_tanh"), 2816, 704, BF16, False, False),
+            (True, Activation("relu2"), 1024, 776, FP16, False, False),
+            (True, CLAMPED, 2880, 2880, BF16, False, True),
+            (True, CLAMPED, 2880, 2880, BF16, True, True),
+            (True, Activation("silu"), 2048, 768, FP16, True, False),
+            (True, Activation("relu2"), 1024, 784, BF16, True, True),
+            (False, Activation("silu"), 2048, 768, BF16, False, False),
+            (False, Activation("silu"), 1032, 776, FP16, False, True),
+            (False, CLAMPED, 2880, 2880, BF16, True, True),
+            (False, CLAMPED, 2880, 2880, FP16, True, False),
+        )
+    }
+    | {
+        f"{rows} rows, {'first' if first else 'second'}, {kind.kind} {dtype}": partial(
+            _launch, first, kind, 2880, 2880, dtype, True, True, rows
+        )
+        for rows in (32, 64)
+        for first, kind, dtype in (
+            (True, CLAMPED, BF16),
+            (True, Activation("relu2"), FP16),
+            (False, CLAMPED, BF16),
+            (False, CLAMPED, FP16),
+        )
+    }
+    | {
+        f"slots, {'first' if first else 'second'}, {kind.kind} {dtype}": partial(
+            _launch_slots, first, kind, 2880, 2880, dtype
+        )
+        for first, kind, dtype in (
+            (True, CLAMPED, BF16),
+            (True, Activation("relu2"), FP16),
+            (False, CLAMPED, BF16),
+            (False, CLAMPED, FP16),
+        )
+    }
+)
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

@@ -115,15 +115,16 @@ def test_matmuls_equal_those_of_the_unpacked_matrix(matrix) -> None:
 
 
 def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "UNPACKED", 8 * 80)  # 8 outputs at a time
-    tensor = _int4(21, 80, 16)
-    x, bias, residual = torch.randn(300, 80).to(FP16), torch.randn(21).to(FP16), torch.randn(300, 21).to(FP16)
+    monkeypatch.setattr(packed_linear, "UNPACKED", 128 * 80)  # 128 outputs at a time
+    tensor = _int4(149, 80, 16)
+    x, bias = torch.randn(300, 80).to(FP16), torch.randn(149).to(FP16)
+    residual = torch.randn(300, 149).to(FP16)
     weight, y = _pack(tensor), F.linear(x.float(), tensor.dequantize(), bias.float())
     _close(weight.linear(x, bias), y)
     total = residual.clone()
     assert weight.add(x, bias, total) is None
     _close(total, residual + y)
-    assert weight.linear(x[:0], bias).shape == (0, 21)
+    assert weight.linear(x[:0], bias).shape == (0, 149)
 
 
 def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
@@ -131,6 +132,8 @@ def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
     if isinstance(weight, GpuWeight):
         ids = torch.tensor([len(oracle) - 1, 0, len(oracle) // 2], dtype=torch.int32)
         _close(weight.embed(ids), oracle[ids.long()])
+        whole = packed_linear.unpack_rows(weight, 0, len(oracle))
+        assert torch.equal(whole[ids.long()], packed_linear.unpack_ids(weight, ids))
 
 
 @pytest.mark.parametrize("rows", [1, 20])
