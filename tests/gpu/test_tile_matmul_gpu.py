@@ -190,4 +190,4 @@ def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
         assert error(residual, total) < (5e-3 if dtype == torch.bfloat16 else 1e-3), tokens
         for _ in range(10):
             assert torch.equal(moe.moe(x, logits, rule, ours, kind), got), tokens
-    assert len(kernels) == 5
+    assert len(kernels) == 4 + (gpu_of(DEVICE).limits.widened_expert_rows <= 1000)
