@@ -45,6 +45,7 @@ def spans(layer):
 
 def launch_layer(driver, stream, layer, **changed):
     (weights, _), (cache, _) = spans(layer)
+    width = changed.pop("width", 64)
     for kernel in range(KERNELS):
         arguments = (
             dict(grid=7 + kernel, address=weights + 16 * kernel, described=cache + 64, number=5) | changed
@@ -52,7 +53,7 @@ def launch_layer(driver, stream, layer, **changed):
         if kernel == 1:
             arguments["described"] = SHARED
         driver.fake_launch(stream, 100 + kernel, *arguments.values(), kernel == 2)
-    driver.fake_set(stream, weights + 32, 64)
+    driver.fake_set(stream, weights + 32, width)
     driver.fake_set(stream, SHARED, 8)
 
 
@@ -87,7 +88,9 @@ def test_copies_are_the_kernels_that_every_layer_would_launch(driver):
 
 
 @pytest.mark.parametrize(
-    "changed", [dict(grid=8), dict(address=0x10000 * 5 + 8), dict(described=0x77), dict(number=6)], ids=str
+    "changed",
+    [dict(grid=8), dict(address=0x10000 * 5 + 8), dict(described=0x77), dict(number=6), dict(width=32)],
+    ids=str,
 )
 def test_layers_that_differ_by_more_than_addresses_are_not_copied(driver, changed):
     stream, copies, added = capture(driver, **changed)
