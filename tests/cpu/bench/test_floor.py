@@ -10,7 +10,7 @@ import transformers
 from shoal.bench.floor import Ceilings, Floor, LayerWork
 from shoal.model_config import ModelConfig
 from shoal.models.config_json import config_from_json
-from tests import tiny_families
+from tests import tiny, tiny_families
 
 spec = importlib.util.spec_from_file_location(
     "workloads", Path(__file__).parents[3] / "benchmarks" / "workloads.py"
@@ -104,6 +104,7 @@ def test_layers_with_wide_mlps_and_keys_of_other_layers_count_as_they_are():
     as if they had some."""
     name, values, _ = tiny_families.FAMILIES["gemma4-shared"]
     published = getattr(transformers, name)(**values)
+    published.text_config.vocab_size = tiny.VOCAB
     config = config_from_json(
         dict(published.to_dict(), architectures=["Gemma4ForConditionalGeneration"]), "tiny"
     )
