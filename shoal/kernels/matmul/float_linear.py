@@ -77,7 +77,8 @@ def _many_rows_kernel(
     in_rows, in_outs = (row < T)[:, None], (out < O)[None, :]
     weight = tl.load(weight_ptrs + begin, mask=in_outs & (begin + column < end)[:, None], other=0.0)
     wait_for_previous(PDL)
-    # Tensor cores cut off sums of floats, so each step's is added by itself.
+    # Tensor cores cut off sums of floats, so each step's is added by itself. With no max_num_imprecise_acc
+    # Triton would let the tensor cores add it.
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     small = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     for start in range(begin, end, BLOCK_I):
@@ -89,7 +90,7 @@ def _many_rows_kernel(
         ahead = start + BLOCK_I
         weight = tl.load(weight_ptrs + ahead, mask=in_outs & (ahead + column < end)[:, None], other=0.0)
         small = tl.dot(x, middle, tl.dot(x, low, small))
-        sums += tl.dot(x, high)
+        sums += tl.dot(x, high, max_num_imprecise_acc=BLOCK_I)
     sums += small
     stored = in_rows & in_outs
     if SPLITS > 1:
