@@ -143,7 +143,8 @@ class Ops(Protocol):
         kv_lens_T: torch.Tensor,
         scale: float,
     ) -> torch.Tensor | None:
-        """None where there is no such kernel: qk_norm_rope_store and a backend do the same."""
+        """Returns None on devices without such a kernel. The layer then calls qk_norm_rope_store and its
+        backend."""
         ...
 
     def gate_output(self, out_TX: torch.Tensor, gate_TY: torch.Tensor, activation: str) -> torch.Tensor: ...

@@ -121,8 +121,8 @@ class Weights:
         return self.version
 
     def _update_from_own(self, given: Mapping[str, torch.Tensor]) -> None:
-        """From tensors of this process, which rank 0 sends to the others. A multimodal model's may come as
-        they are: those of other parts than the text model are left out."""
+        """From tensors of this process, which rank 0 sends to the others. A multimodal model's
+        tensors may come as they are: the engine leaves out tensors of its encoders."""
         for name, tensor in given.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 raise ConfigError(

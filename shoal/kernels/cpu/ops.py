@@ -194,7 +194,7 @@ def attend_new_tokens(
     kv_lens_T: torch.Tensor,
     scale: float,
 ) -> torch.Tensor | None:
-    """A launch costs nothing here, so there is no such kernel."""
+    """Returns None: on a CPU one call would save no launch."""
     return None
 
 

@@ -28,7 +28,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 class Case:
-    """Sequences of these lengths, whose cache has NaN wherever there is no key."""
+    """Sequences of these lengths. Every place of their cache without a key has NaN."""
 
     def __init__(self, lens: list[int], heads: int, queries: int) -> None:
         torch.manual_seed(0)

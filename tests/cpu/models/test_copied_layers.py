@@ -43,7 +43,7 @@ def copied(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
     copied = CopiedLayers(model, [None] * NUM_LAYERS)
-    copied._copies_layers = True  # There is no cache on a GPU.
+    copied._copies_layers = True  # The constructor wants a cache on a GPU.
     return copied, model, copies
 
 
