@@ -72,6 +72,12 @@ def ranks_of(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
     return [replace(spec, tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
 
 
+def with_equal_blocks(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """A rank's groups of layers, with the padding that makes their blocks as large."""
+    block_bytes = max(spec.block_bytes for spec in specs)
+    return [replace(spec, padding=block_bytes - spec.block_bytes) for spec in specs]
+
+
 class Owner:
     """All ranks of one worker, whose caches hold `logical(spec, seed)`, with exports of some transports."""
 
@@ -93,11 +99,32 @@ class Owner:
             torch.cuda.synchronize(self.views[0].storage.device)
         chosen = [KINDS[name] for name in transports]
         self.exports: list[Exports] = [Transports(chosen).export_cache([view], reach) for view in self.views]
+        self.grouped: list[Exports] = []
         self.ranks: list[tuple[ExportAddress, ...]] = [exports.addresses for exports in self.exports]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0
         self.offers = Offers(MODEL, self.ranks, self.pool.generation, self.now, lease_s)
         self.server = OfferServer(self.offers)
+
+    def export_groups(
+        self, kinds: Sequence[CacheSpec], tp_size: int, memory: str, transport: str
+    ) -> list[tuple[ExportAddress, ...]]:
+        """Exports ranks whose memory holds groups of layers: block `b` belongs to group `b % len(kinds)`
+        and holds `logical(kind, group)`. The groups of the last call are closed."""
+        for exports in self.grouped:
+            exports.close()
+        self.grouped.clear()
+        for rank in range(tp_size):
+            specs = with_equal_blocks([ranks_of(kind, tp_size)[rank] for kind in kinds])
+            storage = ALLOCATE[memory](specs[0].num_bytes)
+            views = [BlockView.over(spec, storage) for spec in specs]
+            for group, view in enumerate(views):
+                blocks = range(group, view.spec.num_blocks, len(kinds))
+                fill(view, logical(kinds[group], group), blocks)
+            if "device" in memory:
+                torch.cuda.synchronize(storage.device)
+            self.grouped.append(Transports([KINDS[transport]]).export_cache(views, Reach.PROCESS))
+        return [exports.addresses for exports in self.grouped]
 
     def now(self) -> float:
         return time.monotonic() + self.skipped_s
@@ -165,7 +192,7 @@ class Owner:
         return self.ranks
 
     def close_windows(self) -> None:
-        for exports in self.exports:
+        for exports in self.exports + self.grouped:
             exports.close()
 
     def close(self) -> None:

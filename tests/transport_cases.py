@@ -18,10 +18,10 @@ from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Storage
 from shoal.kv.transfer.registry import TRANSPORTS, Transports
 from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
-from shoal.kv.transfer.transport import Pull, Reach
+from shoal.kv.transfer.transport import Pull
 from shoal.kv.view import BlockView
 from tests.kv_cases import contents
-from tests.kv_owner import ALLOCATE, KINDS, Owner, OwnerProcess, fill, logical, ranks_of, share_of
+from tests.kv_owner import KINDS, Owner, OwnerProcess, fill, logical, ranks_of, share_of, with_equal_blocks
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=12)
 NAMES = [kind.name for kind in TRANSPORTS]
@@ -124,16 +124,6 @@ def check_blocks_come_as_they_are(name: str, allocate: Allocate, seed: int) -> N
                 peer.close()
 
 
-def grouped_views(specs: Sequence[CacheSpec], storage: Storage) -> list[BlockView]:
-    return [BlockView.over(spec, storage) for spec in specs]
-
-
-def with_equal_blocks(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """A rank's groups of layers, with the padding that makes their blocks as large."""
-    block_bytes = max(spec.block_bytes for spec in specs)
-    return [replace(spec, padding=block_bytes - spec.block_bytes) for spec in specs]
-
-
 def check_blocks_of_several_groups_come_by_their_heads(name: str, allocate: Allocate) -> None:
     """Three kinds of layers in one memory, any tensor-parallel sizes; a latent is the same on every rank."""
     kinds = [
@@ -142,40 +132,30 @@ def check_blocks_of_several_groups_come_by_their_heads(name: str, allocate: Allo
         replace(SPEC, num_layers=2, num_heads=1, head_dim=24, planes=1),
     ]
     content = [logical(kind, seed) for seed, kind in enumerate(kinds)]
-    group_of = [block % 3 for block in range(SPEC.num_blocks)]
-    rng, make = random.Random(7), ALLOCATE[MEMORY[name]]
-    for src_tp, dst_tp in ((1, 1), (2, 1), (1, 2), (2, 4), (4, 2)):
-        owners, exports = [], []
-        for rank in range(src_tp):
-            specs = with_equal_blocks([ranks_of(kind, src_tp)[rank] for kind in kinds])
-            storage = make(specs[0].num_bytes)
-            views = grouped_views(specs, storage)
-            for g, view in enumerate(views):
-                fill(view, content[g], [block for block, own in enumerate(group_of) if own == g])
-            owners.append(views)
-            exports.append(Transports([KINDS[name]]).export_cache(views, Reach.PROCESS))
-        ranks = [one.addresses for one in exports]
-        for rank in range(dst_tp):
-            specs = with_equal_blocks([ranks_of(kind, dst_tp)[rank] for kind in kinds])
-            into = grouped_views(specs, allocate(specs[0].num_bytes))
-            used, peer = Transports([KINDS[name]]).connect(ranks, into)
-            assert used == name
-            targets = rng.sample(range(SPEC.num_blocks), SPEC.num_blocks)
-            for g, spec in enumerate(specs):
-                src_ids = [block for block, own in enumerate(group_of) if own == g]
-                dst_ids = [targets[block] for block in src_ids]
-                wait(peer.pull(src_ids, dst_ids, range(spec.num_layers), g))
-            for g, view in enumerate(into):
-                src_ids = [block for block, own in enumerate(group_of) if own == g]
-                dst_ids = [targets[block] for block in src_ids]
-                expected = share_of(content[g][:, src_ids], view.spec)
-                assert torch.equal(contents(view)[:, dst_ids], expected)
-            with pytest.raises(TransferError, match="groups of layers are 3") as caught:
-                Transports([KINDS[name]]).connect(ranks, into[:2])
-            assert caught.value.failure is Failure.INCOMPATIBLE
-            peer.close()
-        for one in exports:
-            one.close()
+    rng = random.Random(7)
+    with owner_of(name, [SPEC]) as owner:
+        for src_tp, dst_tp in ((1, 1), (2, 1), (1, 2), (2, 4), (4, 2)):
+            ranks = owner.export_groups(kinds, src_tp, MEMORY[name], name)
+            for rank in range(dst_tp):
+                specs = with_equal_blocks([ranks_of(kind, dst_tp)[rank] for kind in kinds])
+                storage = allocate(specs[0].num_bytes)
+                into = [BlockView.over(spec, storage) for spec in specs]
+                used, peer = Transports([KINDS[name]]).connect(ranks, into)
+                assert used == name
+                targets = rng.sample(range(SPEC.num_blocks), SPEC.num_blocks)
+                for g, view in enumerate(into):
+                    src_ids = range(g, SPEC.num_blocks, len(kinds))
+                    dst_ids = [targets[block] for block in src_ids]
+                    wait(peer.pull(src_ids, dst_ids, range(view.spec.num_layers), g))
+                for g, view in enumerate(into):
+                    src_ids = range(g, SPEC.num_blocks, len(kinds))
+                    dst_ids = [targets[block] for block in src_ids]
+                    expected = share_of(content[g][:, list(src_ids)], view.spec)
+                    assert torch.equal(contents(view)[:, dst_ids], expected)
+                with pytest.raises(TransferError, match="groups of layers are 3") as caught:
+                    Transports([KINDS[name]]).connect(ranks, into[:2])
+                assert caught.value.failure is Failure.INCOMPATIBLE
+                peer.close()
 
 
 def check_a_late_read_sees_what_is_there_now(name: str, allocate: Allocate) -> None:
