@@ -96,16 +96,55 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED_CODER = (  # punctuation takes no newlines
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_EXAONE_MOE = (  # words beside each other stay together
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    _O200K.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits from the right
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+    _DEEPSEEK_V3[-1],
+)
+
+_GPT2_KIND = PreTokenizer((_GPT2,))
 _LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
+_QWEN2_RAW_KIND = PreTokenizer((_QWEN2,))
+_O200K_KIND = PreTokenizer((_O200K,))
+_DEEPSEEK_V3_KIND = PreTokenizer(_DEEPSEEK_V3)
+_BAILING_KIND = PreTokenizer((_BAILING,))
 _DIGITS_KIND = PreTokenizer((r"\p{N}", _GPT2))
 PRE_TOKENIZERS = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
+    "gpt-2": _GPT2_KIND,
+    "a.x-4.0": _GPT2_KIND,
+    "exaone4": _GPT2_KIND,
+    "gigachat": _GPT2_KIND,
+    "granite-docling": _GPT2_KIND,
+    "mellum": _GPT2_KIND,
+    "modern-bert": _GPT2_KIND,
+    "mpt": _GPT2_KIND,
+    "olmo": _GPT2_KIND,
+    "trillion": _GPT2_KIND,
     "smollm": _DIGITS_KIND,
     "starcoder": _DIGITS_KIND,
     "refact": _DIGITS_KIND,
     "minerva-7b": _DIGITS_KIND,
+    "codeshell": _DIGITS_KIND,
+    "command-r": _DIGITS_KIND,
+    "exaone": _DIGITS_KIND,
     "llama-bpe": _LLAMA3_KIND,
     "llama3": _LLAMA3_KIND,
     "llama-v3": _LLAMA3_KIND,
@@ -120,14 +159,30 @@ PRE_TOKENIZERS = {
     "dbrx": PreTokenizer((_LLAMA3,)),
     "qwen2": _QWEN2_KIND,
     "deepseek-r1-qwen": _QWEN2_KIND,
+    "grok-2": _QWEN2_RAW_KIND,
+    "hunyuan": _QWEN2_RAW_KIND,
+    "megrez": _QWEN2_RAW_KIND,
+    "solar-open": _QWEN2_RAW_KIND,
+    "stablelm2": _QWEN2_RAW_KIND,
+    "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "kimi-k2": PreTokenizer((_KIMI_K2,)),
-    "gpt-4o": PreTokenizer((_O200K,)),
-    "llama4": PreTokenizer((_O200K,)),
-    "minimax-m2": PreTokenizer((_O200K,)),
-    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
-    "hunyuan-dense": PreTokenizer(_DEEPSEEK_V3),
-    "joyai-llm": PreTokenizer(_DEEPSEEK_V3),
+    "gpt-4o": _O200K_KIND,
+    "kanana2": _O200K_KIND,
+    "llama4": _O200K_KIND,
+    "minimax-m2": _O200K_KIND,
+    "deepseek-v3": _DEEPSEEK_V3_KIND,
+    "hunyuan-dense": _DEEPSEEK_V3_KIND,
+    "joyai-llm": _DEEPSEEK_V3_KIND,
+    "bailingmoe": _BAILING_KIND,
+    "bailingmoe2": _BAILING_KIND,
+    "llada-moe": _BAILING_KIND,
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
+    "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
+    "youtu": PreTokenizer(_YOUTU, ignore_merges=True),
+    "tiny_aya": PreTokenizer((_THREES, _O200K)),
+    "superbpe": PreTokenizer((r"\p{N}+", _THREES)),
+    "afmoe": PreTokenizer(_AFMOE),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "deepseek-llm": PreTokenizer(
         ("[\r\n]", r"\s?" + _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}")

@@ -67,6 +67,25 @@ PUBLISHED = {
         None,
         False,
     ),
+    "bailingmoe2": (
+        [
+            split(
+                r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+                r"|\s*[\r\n]|\s+(?!\S)|\s+"
+            ),
+            byte_level(False),
+        ],
+        None,
+        False,
+    ),
+    "seed-coder": (
+        [
+            split(CONTRACTION + WORDS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"),
+            byte_level(False),
+        ],
+        None,
+        False,
+    ),
     "deepseek-coder": (
         [
             split("[\r\n]"),
@@ -118,13 +137,27 @@ def test_pre_tokenizers_that_differ_are_told_apart():
         for pre, t in tokenizers.items()
     }
     # ignore_merges, in which llama-bpe and smaug-bpe differ, only shows on tokens that no merge makes, and
-    # qwen35's marks, which stay with letters, only on tokens with marks
-    assert len(set(ids.values())) == len(PUBLISHED) - 2
+    # qwen35's marks, which stay with letters, only on tokens with marks, and seed-coder's newlines, which stay
+    # apart from punctuation, only on tokens with both
+    assert len(set(ids.values())) == len(PUBLISHED) - 3
 
 
 @pytest.mark.parametrize(
     "pre, text, parts",
-    [("qwen2", "कि", 2), ("qwen35", "कि", 1), ("kimi-k2", "東京abc", 2), ("gpt-4o", "東京abc", 1)],
+    [
+        ("qwen2", "कि", 2),
+        ("qwen35", "कि", 1),
+        ("kimi-k2", "東京abc", 2),
+        ("gpt-4o", "東京abc", 1),
+        ("qwen2", "!\n", 1),
+        ("seed-coder", "!\n", 2),
+        ("youtu", "東京abc한국 12", 6),
+        ("exaone-moe", "two words", 1),
+        ("tiny_aya", "1234567", 3),
+        ("superbpe", "two words 1234", 3),
+        ("afmoe", "12345", 2),
+        ("laguna", " a\n b", 3),
+    ],
 )
 def test_words_with_marks_and_chinese_are_cut_as_published(pre, text, parts):
     backend = build_backend(texts.byte_level_metadata(pre))
@@ -142,6 +175,15 @@ def test_words_with_marks_and_chinese_are_cut_as_published(pre, text, parts):
         ("minimax-m2", "gpt-4o"),
         ("hunyuan-dense", "deepseek-v3"),
         ("joyai-llm", "deepseek-v3"),
+        ("olmo", "gpt-2"),
+        ("exaone4", "gpt-2"),
+        ("command-r", "smollm"),
+        ("exaone", "smollm"),
+        ("bailingmoe", "bailingmoe2"),
+        ("llada-moe", "bailingmoe2"),
+        ("kanana2", "gpt-4o"),
+        ("hunyuan", "grok-2"),
+        ("solar-open", "stablelm2"),
     ],
 )
 def test_some_names_stand_for_the_same_splits(name, same):
