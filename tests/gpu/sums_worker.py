@@ -14,10 +14,12 @@ import torch
 
 class Sums:
     def __init__(self, tp: Any, hidden: int) -> None:
-        from shoal.engine.ranks.peer_sums import connect
+        from shoal.engine.ranks import peer_copies, peer_sums
 
         self.tp, self.hidden = tp, hidden
-        self.sums = connect(tp, hidden, torch.bfloat16)
+        self.sums = peer_sums.connect(tp, hidden, torch.bfloat16)
+        if self.sums is not None and tp.size == peer_copies.RANKS:
+            self.sums.large = peer_copies.connect(tp, hidden, torch.bfloat16)
         tp.sums = None  # the group's own sums are what is compared with
 
     def about(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ import torch
 from shoal.engine.ranks.shared_memory import SharedMemory, all_agree, share_memory
 from shoal.kv.cuda_driver import DriverError, call
 from shoal.layers.parallel import TensorParallel
+from shoal.model_config import AttentionKind, ModelConfig
+from shoal.models.registry import BY_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +150,23 @@ def _signed(turn: int) -> int:
     return (turn + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+def takes_model(config: ModelConfig, num_ranks: int) -> bool:
+    """Returns True if the model has layers that sum in pieces (models/decoder_layers/ranks_layer.py). For
+    others the slots would be memory without a use."""
+    plain = BY_NAME[config.architecture].layer_class is None
+    return (
+        num_ranks == RANKS
+        and plain
+        and any(
+            isinstance(kind.mixer, AttentionKind) and kind.mixer.gate is None and kind.experts is None
+            for kind in config.layers
+        )
+    )
+
+
 def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPeerCopies | None:
-    """Makes all ranks' sums, which every rank calls together. None, with a line in rank 0's log, where they
-    are not right: NCCL then makes large sums too."""
+    """Makes the large sums of all ranks, which call this together. None, with a line in rank 0's log, where
+    they are not right: NCCL then makes large sums too."""
     num_bytes = HEAD_BYTES + SLOTS * (tp.size - 1) * PIECE_ROWS * hidden_size * dtype.itemsize
     memory, why = share_memory(tp, num_bytes)
     if memory is None:
@@ -158,6 +174,7 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
             logger.warning("large sums over GPUs go by NCCL: %s", why)
         return None
     copies = CudaPeerCopies(tp.rank, memory, hidden_size, dtype)
+    # Every rank makes all sums, also after a wrong one, as the others take part in them.
     is_right = all([_is_right(tp, copies, rows) for rows in TEST_ROWS * SLOTS])
     if all_agree(tp, is_right):
         return copies

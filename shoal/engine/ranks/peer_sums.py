@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.engine.ranks import peer_copies
 from shoal.engine.ranks.peer_copies import CudaPeerCopies
 from shoal.engine.ranks.shared_memory import SharedMemory, all_agree, share_memory
 from shoal.kernels.reference import rms_norm
@@ -41,7 +40,7 @@ class CudaPeerSums:
 
     def __init__(self, peers: Peers, memory: SharedMemory) -> None:
         self.peers, self._memory = peers, memory
-        self.large: CudaPeerCopies | None = None
+        self.large: CudaPeerCopies | None = None  # released and closed with these sums
         self._side = torch.cuda.Stream(peers.own.device)
         sizes = _kernels().COUNTER_INTS, _kernels().FLAG_INTS
         self._releasing = [torch.zeros(size, dtype=torch.int32).pin_memory() for size in sizes]
@@ -94,10 +93,7 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                         kernels.MAX_BLOCKS,
                         tp.size,
                     )
-                sums = CudaPeerSums(dataclasses.replace(peers, most_polls=kernels.FOR_EVER), memory)
-                if tp.size == peer_copies.RANKS:
-                    sums.large = peer_copies.connect(tp, hidden_size, dtype)
-                return sums
+                return CudaPeerSums(dataclasses.replace(peers, most_polls=kernels.FOR_EVER), memory)
             why = why or "on another rank the kernels' sums differ from NCCL's"
             tp.barrier()  # until here others may write into this rank's memory
             memory.close()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shoal.config import ResolvedConfig, SpeculativeConfig
+from shoal.engine.ranks import peer_copies
 from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
 from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.engine.ranks.workers import Pending, WorkerProcesses
@@ -261,11 +262,14 @@ def serve_rank(
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:
-    """Returns Shoal's kernels for the GPUs' small sums, if they work here. All ranks call this together."""
+    """Gives `tp` Shoal's own sums over GPUs, small and large, as far as they work here and the model's
+    layers use them, and returns them. All ranks call this together."""
     if not config.peer_all_reduce or tp.size == 1 or config.device != "cuda":
         return None
-    tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))
-    tp.large_sums = None if sums is None else sums.large
+    size, dtype = files.config.hidden_size, getattr(torch, config.dtype)
+    tp.sums = sums = connect(tp, size, dtype)
+    if sums is not None and peer_copies.takes_model(files.config, tp.size):
+        tp.large_sums = sums.large = peer_copies.connect(tp, size, dtype)
     return sums
 
 
