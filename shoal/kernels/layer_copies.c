@@ -1,6 +1,6 @@
 // Copies of a captured layer's kernels, and of the memory that cuBLAS sets for them, within a CUDA graph that is being
-// captured (layer_copies.py). The declarations repeat the part of cuda.h that is used here, which belongs to CUDA's stable ABI, so that no header
-// is needed.
+// captured (layer_copies.py). The declarations repeat the part of cuda.h that is used here, which belongs to CUDA's
+// stable ABI, so that no header is needed.
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -10,6 +10,10 @@
 
 enum { KERNEL = 0, MEMSET = 2, SET = 1, MAX_NODES = 64, MAX_PARAMS = 128, MAX_WORDS = 64, MAX_BYTES = 8192 };
 enum { END, BUFFER, BUFFER_SIZE };      // keys of Kernel.extra
+// Reasons why nodes cannot be copied: OTHER_TYPE and more are a node of another kind, DRIVER and more the driver's code.
+enum {
+    NO_PARAMS = 2, LARGE_PARAMS, MANY_WORDS, MANY_NODES, BRANCHES, NO_ROOM, NOT_LAST, OTHER_TYPE = 10, DRIVER = 1000
+};
 
 typedef struct { unsigned char from, to, type, reserved[5]; } Edge;
 typedef struct {
@@ -79,46 +83,47 @@ void *shoal_copies_last(void *stream)
     return count == 1 ? nodes[0] : NULL;
 }
 
-// Finds the node's parameters and their sizes. Returns 0, or why it cannot: below 1,000 (10 and the type of a node of
-// another kind), or 1,000 more than the driver's code.
+// Finds the node's parameters and their sizes. Returns 0, or the reason why it cannot.
 static int find_params(Node *node)
 {
     int code = cuda.cuGraphNodeGetType(node->node, &node->type);
     node->kernel = (Kernel){0};
     node->is_buffer = false;
     if (code)
-        return 1000 + code;
+        return DRIVER + code;
     if (node->type == MEMSET) {
         node->params[0] = &node->set;
         node->sizes[0] = sizeof(Memset);
         node->num_params = 1;
-        return (code = cuda.cuGraphMemsetNodeGetParams(node->node, &node->set)) ? 1000 + code : 0;
+        return (code = cuda.cuGraphMemsetNodeGetParams(node->node, &node->set)) ? DRIVER + code : 0;
     }
     if (node->type != KERNEL)
-        return 10 + node->type;
+        return OTHER_TYPE + node->type;
     if ((code = cuda.cuGraphKernelNodeGetParams_v2(node->node, &node->kernel)))
-        return 1000 + code;
+        return DRIVER + code;
     node->num_params = 0;
     node->is_buffer = !node->kernel.params;
     if (node->is_buffer) {
         if (!node->kernel.extra)
-            return 2;
+            return NO_PARAMS;
+        node->params[0] = NULL;
+        node->sizes[0] = 0;
         for (void **at = node->kernel.extra; *at; at += 2)
             if ((uintptr_t)at[0] == BUFFER)
                 node->params[0] = at[1];
             else if ((uintptr_t)at[0] == BUFFER_SIZE)
                 node->sizes[0] = *(size_t *)at[1];
         node->num_params = 1;
-        return node->sizes[0] > MAX_BYTES ? 3 : 0;
+        return !node->params[0] ? NO_PARAMS : node->sizes[0] > MAX_BYTES ? LARGE_PARAMS : 0;
     }
     for (int i = 0;; i++) {
         size_t offset, size;
         code = node->kernel.function ? cuda.cuFuncGetParamInfo(node->kernel.function, i, &offset, &size)
                                      : cuda.cuKernelGetParamInfo(node->kernel.kernel, i, &offset, &size);
         if (code)
-            return i ? 0 : 1000 + code;      // There is no further parameter.
+            return i ? 0 : DRIVER + code;      // There is no further parameter.
         if (i == MAX_PARAMS || size > MAX_BYTES)
-            return 3;
+            return LARGE_PARAMS;
         node->params[i] = node->kernel.params[i];
         node->sizes[i] = size;
         node->num_params = i + 1;
@@ -139,7 +144,7 @@ static int describe(Node *node, void *handle, const Range *ranges, int num_range
                 if (word < ranges[r].start || word - ranges[r].start >= ranges[r].size)
                     continue;
                 if (node->num_words == MAX_WORDS)
-                    return 4;
+                    return MANY_WORDS;
                 node->words[node->num_words++] = (Word){i, at, r};
                 break;
             }
@@ -159,9 +164,9 @@ static int chain(Node *nodes, void *first, void *last, const Range *ranges, int 
         Edge found[2];
         size_t num_before = 2;
         if (count == MAX_NODES)
-            return -5;
+            return -MANY_NODES;
         if (cuda.cuGraphNodeGetDependencies_v2(at, before, found, &num_before) || num_before != 1)
-            return -6;
+            return -BRANCHES;
         handles[count] = at;
         edges[count] = found[0];
         at = before[0];
@@ -183,7 +188,7 @@ static int moved(const Node *node, const Range *ranges, const uint64_t *starts, 
     for (int i = 0; i < node->num_params; i++) {
         used = (used + 127) / 128 * 128;
         if (used + node->sizes[i] > room)
-            return 7;
+            return NO_ROOM;
         params[i] = memcpy(bytes + used, node->params[i], node->sizes[i]);
         used += node->sizes[i];
     }
@@ -215,9 +220,10 @@ int shoal_copies_compare(void *first, void *middle, void *last, const Range *ran
     }
     for (int i = 0; i < count && !differs; i++) {
         const Kernel *a = &nodes[i].kernel, *b = &others[i].kernel;
-        if (nodes[i].type != others[i].type || a->function != b->function || a->kernel != b->kernel || memcmp(a->grid, b->grid, sizeof a->grid) ||
-            memcmp(a->block, b->block, sizeof a->block) || a->shared != b->shared ||
-            nodes[i].num_params != others[i].num_params || memcmp(nodes[i].sizes, others[i].sizes, nodes[i].num_params * sizeof(size_t)) ||
+        if (nodes[i].type != others[i].type || a->function != b->function || a->kernel != b->kernel ||
+            memcmp(a->grid, b->grid, sizeof a->grid) || memcmp(a->block, b->block, sizeof a->block) ||
+            a->shared != b->shared || nodes[i].num_params != others[i].num_params ||
+            memcmp(nodes[i].sizes, others[i].sizes, nodes[i].num_params * sizeof(size_t)) ||
             memcmp(&nodes[i].edge, &others[i].edge, sizeof(Edge))) {
             snprintf(why, length, "kernel %d is another one", i);
             differs = 1;
@@ -256,9 +262,10 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
     void *graph, *context, *const *deps, *params[MAX_PARAMS];
     const Edge *edges;
     size_t num_deps;
-    if (cuda.cuCtxGetCurrent(&context) || cuda.cuStreamGetCaptureInfo_v3(stream, &status, &id, &graph, &deps, &edges, &num_deps) || status != 1 ||
+    if (cuda.cuCtxGetCurrent(&context) ||
+        cuda.cuStreamGetCaptureInfo_v3(stream, &status, &id, &graph, &deps, &edges, &num_deps) || status != 1 ||
         num_deps != 1 || deps[0] != last)
-        return -8;
+        return -NOT_LAST;
     Edge next = edges ? edges[0] : (Edge){0};
     Node *nodes = malloc(MAX_NODES * sizeof(Node));
     char *bytes = aligned_alloc(128, ROOM);
@@ -272,7 +279,7 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
             kernel.params = nodes[i].is_buffer ? NULL : params;
             kernel.extra = nodes[i].is_buffer ? extra : NULL;
             if (moved(&nodes[i], ranges, starts + (size_t)copy * num_ranges, bytes, ROOM, params)) {
-                code = 7;
+                code = NO_ROOM;
                 break;
             }
             if (nodes[i].type == MEMSET) {
@@ -282,11 +289,11 @@ int shoal_copies_add(void *stream, void *first, void *last, const Range *ranges,
                 code = code ? code : cuda.cuGraphKernelNodeCopyAttributes(node, nodes[i].node);
             }
             code = code ? code : cuda.cuGraphAddDependencies_v2(graph, &before, &node, &nodes[i].edge, 1);
-            code = code ? code + 1000 : 0;
+            code = code ? code + DRIVER : 0;
             before = node;
         }
     if (count > 0 && !code && (code = cuda.cuStreamUpdateCaptureDependencies_v2(stream, &before, &next, 1, SET)))
-        code += 1000;
+        code += DRIVER;
     free(bytes);
     free(nodes);
     return code ? -code : count;
