@@ -43,7 +43,8 @@ class _Launch(ctypes.Structure):
 
 
 class CudaFunction:
-    """The function `name` of machine code, loaded on the current device."""
+    """The function `name` of machine code, loaded on the current device. Raises RuntimeError with the code of
+    a call of the driver that fails."""
 
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
         """`shared_bytes`: of each program."""

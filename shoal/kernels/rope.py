@@ -247,12 +247,10 @@ def qk_norm_rope_store(
     )
 
 
-def heads_per_program(num_tokens: int, all_heads: int, head_dim: int = 128) -> int:
+def heads_per_program(num_tokens: int, all_heads: int, head_dim: int) -> int:
     """Few tokens get programs of few heads, so that they spread over the GPU. Others get programs of many
     heads, which share the loads of cos and sin, unless heads are large or too many of a program's heads would
     be masked (benchmarks/results/kernels.md)."""
-    if num_tokens <= 64:
-        return min(next_power_of_2(all_heads), 4)
-    if head_dim >= 256:
+    if num_tokens <= 64 or head_dim >= 256:
         return min(next_power_of_2(all_heads), 4)
     return 32 if all_heads % 32 == 0 else min(next_power_of_2(all_heads), 16)

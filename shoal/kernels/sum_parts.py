@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.hopper import empty_matmul_input
+from shoal.kernels.norm import norm_warps
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import next_power_of_2
-
-ELEMENTS_PER_THREAD = 8  # 16 bits each: one access of 16 bytes
 
 
 @triton.jit
@@ -104,6 +103,6 @@ def _launch(
         RANK=rank,
         SIZE=1 + len(landed_PTD),
         BLOCK=block,
-        num_warps=min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16),
+        num_warps=norm_warps(block),
         **pdl_options(),
     )

@@ -10,7 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
 from shoal.models.checkpoint_names import Part, split
 from shoal.models.registry import BY_NAME
-from shoal.weights.safetensors import OTHER_PART, full_name
+from shoal.weights.safetensors import text_name
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def trainer_parts(name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Part]:
     """Yields the decoder's tensors that a trainer's tensor holds: none if it belongs to another part of a
     multimodal model than the text model. Raises CheckpointError for a shape that has no room for them."""
-    if OTHER_PART.match(name):
+    if (own := text_name(name)) is None:
         return
-    for part in split(full_name(name), shape, BY_NAME[config.architecture].tensors, config):
+    for part in split(own, shape, BY_NAME[config.architecture].tensors, config):
         layer, is_fused, projection = part.name.rpartition(".experts.")
         if is_fused and len(part.shape) == 3 and projection in ("gate_up_proj", "down_proj"):
             yield from _experts(part, f"{layer}.experts", projection)

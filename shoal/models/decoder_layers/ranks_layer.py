@@ -69,6 +69,7 @@ def in_pieces(
     cos_sin: torch.Tensor | None,
     select_S: torch.Tensor | None,
 ) -> Stream:
+    """Runs a dense layer on the rows of a large step. Takes and returns what RanksLayer.forward does."""
     attention, mlp, _, norm = layer
     qkv = projected(x_TD, residual_TD, layer.attention_norm, attention.qkv_proj)
     out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)

@@ -18,6 +18,7 @@ from shoal.models.configs.recurrent import granite_mamba_layer, parts_of_mamba
 from shoal.models.families import granite
 from shoal.models.gguf_names.hybrids import MAMBA_TENSORS, SHARED_EXPERT_TENSORS, per_head
 from shoal.models.hybrids.qwen3_next import hybrid_layer
+from shoal.models.mixtures import granite_moe
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -103,17 +104,5 @@ DENSE = Architecture(
 )
 # The same class of checkpoints, whose tensors have other places in a layer with experts.
 SPARSE = replace(
-    DENSE,
-    name="granitemoehybrid_experts",
-    gguf=None,
-    tensors={
-        **TENSORS,
-        "block_sparse_moe.router.layer": "mlp.gate",
-        "block_sparse_moe.router": "mlp.gate",  # a trainer's, as the experts' next
-        "block_sparse_moe.experts": "mlp.experts",
-        "block_sparse_moe.input_linear": Stack(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
-        "block_sparse_moe.output_linear": Stack(("mlp.experts.{}.down_proj",)),
-        "shared_mlp.input_linear": Stack(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
-        "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
-    },
+    DENSE, name="granitemoehybrid_experts", gguf=None, tensors={**TENSORS, **granite_moe.TENSORS}
 )

@@ -59,9 +59,8 @@ ARCHITECTURE = Architecture(
     renamed={"moe_layer_interval": "decoder_sparse_step"},
     tensors={
         "mlp.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias"),
-        "mlp.gate.moe_statics.e_score_correction_bias": Row(
-            "mlp.gate.e_score_correction_bias"
-        ),  # a trainer's
+        # a trainer's
+        "mlp.gate.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias"),
     },
     interleaved=True,
 )

@@ -12,6 +12,7 @@ from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.experts import with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import full_every
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -63,10 +64,7 @@ ARCHITECTURE = Architecture(
         tensors={
             "attn_sinks.weight": "self_attn.sinks",
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-            "ffn_up_exps": "mlp.experts.{}.up_proj",
-            "ffn_down_exps": "mlp.experts.{}.down_proj",
+            **EXPERT_TENSORS,
         },
         keys={
             "expert_count": "num_experts",

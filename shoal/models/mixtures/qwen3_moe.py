@@ -9,6 +9,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import with_experts
 from shoal.models.configs.fields import ConfigFields, sliding_window
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -37,12 +38,7 @@ ARCHITECTURE = Architecture(
     gguf=GGUFNames(
         "qwen3moe",
         also_named=("qwen3vlmoe",),
-        tensors={
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-            "ffn_up_exps": "mlp.experts.{}.up_proj",
-            "ffn_down_exps": "mlp.experts.{}.down_proj",
-        },
+        tensors=EXPERT_TENSORS,
         keys={
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
