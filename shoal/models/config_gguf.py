@@ -4,6 +4,7 @@ a file's tensors show is read off them. No torch."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -158,9 +159,20 @@ def _shown_by_tensors(shapes: Shapes) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in shapes,
         "use_qk_norm": _some_layer_has(shapes, "attn_q_norm.weight"),
         "attention_k_eq_v": not with_keys <= with_values,
+        "gate_rows": _rows_by_layer(shapes, "attn_gate.weight"),
     }
     own = shapes.get("per_layer_token_embd.weight")
     return shown if own is None else {**shown, "vocab_size_per_layer_input": own[0]}
+
+
+def _rows_by_layer(shapes: Shapes, name: str) -> list[int]:
+    """The rows of the layers' tensors of this name, in the order of the layers."""
+    found = {
+        int(own.split(".")[1]): shape[0]
+        for own, shape in shapes.items()
+        if re.fullmatch(rf"blk\.\d+\.{name}", own)
+    }
+    return [found[i] for i in sorted(found)]
 
 
 def _with_fused(shapes: Shapes) -> Shapes:
@@ -191,7 +203,11 @@ def _head_dims(
     head_dim = values.get("attention.key_length", None if partial else rotated)
     if partial and rotated is not None:
         given = ConfigFields({**config, "head_dim": head_dim}, where)
-        size = given.count("head_dim", given.count("hidden_size") // given.count("num_attention_heads"))
+        size = (
+            given.count("hidden_size") // given.count("num_attention_heads")
+            if head_dim is None
+            else given.count("head_dim")
+        )
         share = ConfigFields(values, where).count("rope.dimension_count") / size
         return {"head_dim": head_dim, "partial_rotary_factor": share}
     if rotated not in (None, head_dim):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from shoal.model_config import LayerKind, ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import FULL, SLIDING, attention_of
 from shoal.models.families import granite
@@ -31,6 +33,15 @@ def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     return tuple(SLIDING if i % 4 else FULL for i in range(num_layers))
 
 
+def _gguf_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """A file has one theta, and may have a flag of each layer for whether it rotates q and k."""
+    if fields.get("rope_pattern") is None:
+        return {}
+    flags = fields.each("rope_pattern", fields.count("num_hidden_layers"))
+    theta = fields.get("rope_parameters")["rope_theta"]
+    return {"layer_rope_theta": [theta if flag.flag("rope_pattern") else 0 for flag in flags]}
+
+
 ARCHITECTURE = Architecture(
     name="granite_swa",
     hf_class="GraniteSWAForCausalLM",
@@ -46,4 +57,13 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     layer_types=layer_types,
+    gguf=GGUFNames(
+        "granite_swa",
+        tensors={"attn_sinks.weight": "self_attn.sinks"},
+        keys={**granite.GGUF_KEYS, "attention.rope_pattern": "rope_pattern"},
+        refused={"expert_count": "a mixture of experts"},
+        derived=_gguf_fields,
+        interleaved=True,
+        by_layer=("rope_pattern",),
+    ),
 )

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Row
 from shoal.models.configs.experts import shared_experts, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -63,4 +64,16 @@ ARCHITECTURE = Architecture(
         "mlp.gate.moe_statics.e_score_correction_bias": Row("mlp.gate.e_score_correction_bias"),
     },
     interleaved=True,
+    gguf=GGUFNames(
+        "ernie4_5-moe",
+        tensors={**EXPERT_TENSORS, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "decoder_sparse_step",
+        },
+    ),
 )

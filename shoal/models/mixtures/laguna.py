@@ -11,10 +11,11 @@ from shoal.errors import CheckpointError
 from shoal.kinds.attention import OutputGate
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import with_experts
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.layers import FULL
+from shoal.models.configs.layers import FULL, SLIDING
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 # gating of a config -> whether a gate is one number for a head
 PER_HEAD = {True: True, "per-head": True, "per_head": True, "per-element": False, "per_element": False}
@@ -84,6 +85,38 @@ def _sliding_rope(fields: ConfigFields) -> Mapping[str, Any]:
     return {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **(fields.get("swa_rope_parameters") or {})}
 
 
+def _gguf_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Fields of config.json that a file says layer by layer, or in other words. The file's rope is for
+    layers without a window: each fourth one, from the first, unless a flag of each layer says more."""
+    num_layers = fields.count("num_hidden_layers")
+    heads = [fields.get("num_attention_heads")] * num_layers
+    if isinstance(heads[0], list):
+        given = fields.each("num_attention_heads", num_layers)
+        heads = [each.count("num_attention_heads") for each in given]
+    slides = fields.get("sliding_window")
+    types = [
+        SLIDING if slides and i % fields.count("sliding_window_pattern", 4) else FULL
+        for i in range(num_layers)
+    ]
+    head_dim, rope = fields.count("head_dim"), fields.get("rope_parameters")
+    sliding = {
+        "rope_theta": fields.get("sliding_theta") or rope["rope_theta"],
+        "partial_rotary_factor": fields.count("sliding_rotary_dim", head_dim) / head_dim,
+    }
+    return {
+        "num_attention_heads": heads[0],
+        "num_attention_heads_per_layer": heads,
+        "layer_types": fields.get("layer_types") or types,
+        "gating_types": [
+            "per-head" if rows == own else "per-element" for rows, own in zip(fields.get("gate_rows"), heads)
+        ],
+        "rope_parameters": {
+            FULL: {**rope, "partial_rotary_factor": fields.number("partial_rotary_factor", 1.0)},
+            SLIDING: sliding,
+        },
+    }
+
+
 ARCHITECTURE = Architecture(
     name="laguna",
     hf_class="LagunaForCausalLM",
@@ -113,4 +146,21 @@ ARCHITECTURE = Architecture(
         "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
         "mlp.shared_expert": "mlp.shared_experts",
     },
+    gguf=GGUFNames(
+        "laguna",
+        tensors={**EXPERT_TENSORS, "attn_gate": "self_attn.g_proj"},
+        keys={
+            "rope.freq_base_swa": "sliding_theta",
+            "rope.dimension_count_swa": "sliding_rotary_dim",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_scale": "moe_routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        values={"mlp_only_layers": []},
+        derived=_gguf_fields,
+        by_layer=("num_attention_heads",),
+    ),
 )

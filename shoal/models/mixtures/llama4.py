@@ -3,19 +3,21 @@ An engine takes sequences of one chunk, in which both see the same."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import CheckpointError
 from shoal.kinds.attention import QueryScaling
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.experts import DENSE, SPARSE, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import FULL
 from shoal.models.families.smollm3 import rotated
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +74,17 @@ def sparse_layers(fields: ConfigFields, num_layers: int) -> ConfigFields:
     return ConfigFields({**fields.values, "mlp_layer_types": kinds}, fields.where)
 
 
+def _gguf_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Fields that no metadata says. llama.cpp takes them from the number of experts, which tells Scout from
+    Maverick."""
+    if fields.get("sliding_window") == 0:
+        raise CheckpointError(
+            f"{fields.where}: attention.sliding_window must be left out for this architecture, got 0; models "
+            "without chunks of positions are not supported"
+        )
+    return {"use_qk_norm": fields.count("num_experts") != 128}
+
+
 def layer_class() -> type[nn.Module]:
     from shoal.models.decoder_layers.llama4_layer import Llama4Layer
 
@@ -117,5 +130,17 @@ ARCHITECTURE = Architecture(
         "feed_forward.down_proj": "mlp.down_proj",
     },
     interleaved=True,
+    gguf=GGUFNames(
+        "llama4",
+        tensors=EXPERT_TENSORS,
+        keys={
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        derived=_gguf_fields,
+    ),
     layer_class=layer_class,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import with_experts
 from shoal.models.configs.fields import ConfigFields
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 from shoal.models.mixtures import mixtral, olmoe
 
 
@@ -38,5 +39,14 @@ ARCHITECTURE = Architecture(
         "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
         "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",  # a trainer's
     },
+    gguf=GGUFNames(
+        "minimax-m2",
+        tensors=EXPERT_TENSORS,
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+    ),
     layer_class=olmoe.layer_class,
 )

@@ -3,19 +3,29 @@ softmax."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.latent import with_latents
+from shoal.models.gguf_names.experts import LATENT_KEYS, LATENT_TENSORS, latents
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     router = replace(sigmoid_router(fields), scores="softmax", correction=False, float32=False)
     return with_experts(with_latents(config, fields), fields, routed_experts(fields, router))
+
+
+def _gguf_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Queries of files without a temperature do not grow, as in llama.cpp."""
+    given = latents(fields)
+    beta = fields.get("temperature_scale")
+    return {**given, "rope_parameters": {**given["rope_parameters"], "llama_4_scaling_beta": beta}}
 
 
 ARCHITECTURE = Architecture(
@@ -58,4 +68,10 @@ ARCHITECTURE = Architecture(
         "mlp.experts.gate_up_proj": Stack(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
         "mlp.experts.down_proj": Stack(("mlp.experts.{}.down_proj",)),
     },
+    gguf=GGUFNames(
+        "mistral4",
+        tensors=LATENT_TENSORS,
+        keys={**LATENT_KEYS, "attention.temperature_scale": "temperature_scale"},
+        derived=_gguf_fields,
+    ),
 )

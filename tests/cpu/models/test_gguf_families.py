@@ -218,3 +218,33 @@ def test_muse_in_fewer_bits_says_what_its_unpacked_weights_say(kind, most, root,
     for path, unpacked in zip(paths, (False, True)):
         gguf_files.write(path, folder, "muse-glimmer", add_muse, convert_muse, kind, unpacked)
     assert_equal_files(*paths, most)
+
+
+def add_granite_swa(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_freq_base(max(config["layer_rope_theta"]))
+    writer.add_array(
+        "granite_swa.attention.rope_pattern", [theta > 0 for theta in config["layer_rope_theta"]]
+    )
+    writer.add_float32("granite_swa.attention.scale", config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config["layer_types"]])
+
+
+def convert_granite_swa(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    """Rows of q and k lie in the order of interleaved rotary pairs, and norms and sinks have names that the
+    gguf package does not know yet."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    own = {"self_attn.sinks": "attn_sinks", "post_attention_layernorm.weight": "ffn_norm"}.get(part)
+    tensor = permuted(name, tensor, config)
+    return {name if own is None else f"blk.{layer}.{own}.weight": tensor}
+
+
+def test_a_file_of_granite_swa_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "granite-swa", layer_rope_theta=[0, 10000.0, 10000.0, 0, 10000.0])
+    gguf_files.write(tmp_path / "m.gguf", folder, "granite_swa", add_granite_swa, convert_granite_swa)
+    assert_equal_to(folder, tmp_path / "m.gguf")

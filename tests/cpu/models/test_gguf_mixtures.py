@@ -124,3 +124,139 @@ def test_a_file_of_deepseek_is_its_checkpoint(name, changes, convert, root, tmp_
     folder = write_family(root, name, **changes)
     gguf_files.write(tmp_path / "m.gguf", folder, "deepseek2", add_deepseek, convert)
     assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def add_routed(writer, config, count: str, chosen: str) -> None:
+    writer.add_expert_count(config[count])
+    writer.add_expert_used_count(config[chosen])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+
+
+def add_minimax(writer, config) -> None:
+    add_routed(writer, config, "num_local_experts", "num_experts_per_tok")
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_dimension_count(config["rotary_dim"])
+
+
+def add_ernie(writer, config) -> None:
+    add_routed(writer, config, "moe_num_experts", "moe_k")
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def add_llama4(writer, config) -> None:
+    add_routed(writer, config, "num_local_experts", "num_experts_per_tok")
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_rope_dimension_count(config["head_dim"])
+
+
+def stacked_rows(name, tensor, config):
+    """Stacks of experts as llama.cpp's converter writes them: gate apart from up, outputs by inputs."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".feed_forward.experts.")
+    if part == "gate_up_proj":
+        gate, up = tensor.transpose(1, 2).chunk(2, dim=1)
+        return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+    if part == "down_proj":
+        return {f"blk.{layer}.ffn_down_exps.weight": tensor.transpose(1, 2)}
+    return {name: tensor}
+
+
+def add_laguna(writer, config) -> None:
+    """As llama.cpp's converter writes it: neither the layers with a window nor the form of gates have a key."""
+    add_routed(writer, config, "num_experts", "num_experts_per_tok")
+    ropes, size = config["rope_parameters"], config["head_dim"]
+    full, sliding = (ropes[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_head_count(config["num_attention_heads_per_layer"])
+    if config["sliding_window"]:
+        writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_rope_dimension_count(int(size * full["partial_rotary_factor"]))
+    writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    writer.add_rope_dimension_count_swa(size)
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+
+
+LAGUNA_NAMES = {
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.g_proj.weight": "attn_gate.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mlp.experts.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
+    **{
+        f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")
+    },
+}
+
+
+def laguna_names(name, tensor, config):
+    """The gguf package has no names of this architecture yet."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    own = LAGUNA_NAMES.get(part)
+    return {name if own is None else f"blk.{layer}.{own}": tensor}
+
+
+def add_mistral4(writer, config) -> None:
+    add_deepseek(writer, {**config, "model_type": "deepseek_v2"})
+    writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+
+
+def two_matrices(name, tensor, config):
+    """Experts' gate above up in one stack, and latents by head."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".mlp.experts.")
+    own = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}.get(part)
+    return by_head(name, tensor, config) if own is None else {f"blk.{layer}.{own}.weight": tensor}
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "name, changes, architecture, metadata, convert",
+    [
+        ("minimax-rotary-dim", {}, "minimax-m2", add_minimax, None),
+        ("ernie4.5-moe", {}, "ernie4_5-moe", add_ernie, None),
+        ("llama4", dict(floor_scale=8192, attn_scale=0.1), "llama4", add_llama4, stacked_rows),
+        ("mistral4", {}, "mistral4", add_mistral4, two_matrices),
+        (
+            "laguna",
+            dict(layer_types=[FULL, SLIDING, SLIDING, SLIDING], moe_router_logit_softcapping=0.0),
+            "laguna",
+            add_laguna,
+            laguna_names,
+        ),
+        (
+            "laguna-elements",
+            dict(
+                mlp_layer_types=["dense", "sparse", "sparse"],
+                num_attention_heads_per_layer=[6, 6, 6],
+                attention_bias=False,
+                sliding_window=0,
+            ),
+            "laguna",
+            add_laguna,
+            laguna_names,
+        ),
+    ],
+    ids=["MiniMax M2", "ERNIE 4.5", "Llama 4", "Mistral Small 4", "Laguna XS", "Laguna M"],
+)
+def test_a_file_of_a_mixture_is_its_checkpoint(
+    name, changes, architecture, metadata, convert, root, tmp_path
+):
+    folder = write_family(root, name, **changes)
+    gguf_files.write(tmp_path / "m.gguf", folder, architecture, metadata, convert)
+    assert_equal_to(folder, tmp_path / "m.gguf")

@@ -92,12 +92,24 @@ VARIANTS = {
         ),
     ),
 }
+# tests/cpu/models/test_gpt_oss.py and test_gguf_*.py write the files of these
+ELSEWHERE = {
+    "gpt-oss",
+    "glm4moe",
+    "deepseek2",
+    "gemma4",
+    "muse-glimmer",
+    "granite_swa",
+    "laguna",
+    "llama4",
+    "ernie4_5-moe",
+    "minimax-m2",
+    "mistral4",
+}
 MODELS = {
     name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))
     for name, architecture in BY_GGUF.items()
-    # tests/cpu/models/test_gpt_oss.py and test_gguf_*.py write their files
-    if name not in ("gpt-oss", "glm4moe", "deepseek2", "gemma4", "muse-glimmer")
-    and not architecture.gguf.layers
+    if name not in ELSEWHERE and not architecture.gguf.layers
 } | VARIANTS
 NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
