@@ -309,9 +309,8 @@ requests.
 
 {served(load)}
 
-Before there was a target, the gap was 8 ms in the median and 180 to 280 ms at p99, the first token came after
-0.8 s in the median and 1.45 s at p99, and the server gave 92 % of what it gives offline. A target below what
-a decode step of all streams takes (8 ms here) leaves prompts little room: they wait, and so does the batch.
+A target below what a decode step of all streams takes (8 ms here) leaves prompts little room: they wait, and
+so does the batch.
 
 ![Gap, first token and throughput by target](images/target-itl-h200.png)
 
