@@ -76,7 +76,19 @@ class Choice:
     costs: dict[WorkerRank, float]
 
 
-Policy = Callable[[PolicyRequest, Sequence[Candidate], RouterWeights, Random, int], dict[WorkerRank, float]]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a policy decides from. `block_size`: the unit of costs, in tokens, so that workers of several
+    block sizes can be compared."""
+
+    request: PolicyRequest
+    candidates: Sequence[Candidate]
+    weights: RouterWeights
+    rng: Random
+    block_size: int
+
+
+Policy = Callable[[Case], dict[WorkerRank, float]]
 
 
 def choose(
@@ -87,9 +99,9 @@ def choose(
     rng: Random,
     block_size: int,
 ) -> Choice:
-    """Raises ValueError without candidates. Ties are broken by `rng`, or softened by the temperature.
-    `block_size`: the unit of costs, in tokens, so that workers of several block sizes can be compared."""
-    costs = POLICIES[policy](request, candidates, weights, rng, block_size)
+    """Returns the worker that this policy prefers (see Case). Raises ValueError without candidates. Ties are
+    broken by `rng`, or softened by the temperature."""
+    costs = POLICIES[policy](Case(request, candidates, weights, rng, block_size))
     rank = _sample(costs, weights.router_temperature, rng)
     return Choice(rank, next(c.overlap for c in candidates if c.rank == rank), costs)
 
@@ -103,14 +115,8 @@ def check_policy(policy: str) -> None:
 # The policies
 
 
-def kv(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
-    return {c.rank: kv_cost(request, c, weights, block_size) for c in candidates}
+def kv(case: Case) -> dict[WorkerRank, float]:
+    return {c.rank: kv_cost(case.request, c, case.weights, case.block_size) for c in case.candidates}
 
 
 def kv_cost(request: PolicyRequest, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
@@ -134,80 +140,44 @@ def kv_cost(request: PolicyRequest, candidate: Candidate, weights: RouterWeights
     return weights.prefill_load_scale * (prompt + waiting) + cost
 
 
-def kv_logit(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
-    most_waiting = max((c.num_waiting + c.load.active_requests for c in candidates), default=0)
+def kv_logit(case: Case) -> dict[WorkerRank, float]:
+    most_waiting = max((c.num_waiting + c.load.active_requests for c in case.candidates), default=0)
     costs = {}
-    for c in candidates:
-        share = min(1.0, c.cached_tokens / max(1, request.num_tokens))
+    for c in case.candidates:
+        share = min(1.0, c.cached_tokens / max(1, case.request.num_tokens))
         waiting = (c.num_waiting + c.load.active_requests) / most_waiting if most_waiting else 0.0
         costs[c.rank] = -(2.0 * share - c.kv_usage - waiting)
     return costs
 
 
-def round_robin(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
-    turn = request.turn % max(1, len(candidates))
-    return {c.rank: float((number - turn) % len(candidates)) for number, c in enumerate(candidates)}
+def round_robin(case: Case) -> dict[WorkerRank, float]:
+    turn = case.request.turn % max(1, len(case.candidates))
+    return {c.rank: float((number - turn) % len(case.candidates)) for number, c in enumerate(case.candidates)}
 
 
-def random(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
-    return {c.rank: rng.random() for c in candidates}
+def random(case: Case) -> dict[WorkerRank, float]:
+    return {c.rank: case.rng.random() for c in case.candidates}
 
 
-def least_loaded(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
-    return {c.rank: float(c.load.active_requests) for c in candidates}
+def least_loaded(case: Case) -> dict[WorkerRank, float]:
+    return {c.rank: float(c.load.active_requests) for c in case.candidates}
 
 
-def power_of_two(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
+def power_of_two(case: Case) -> dict[WorkerRank, float]:
     """Costs of two random workers by their load; the others cost infinity."""
-    two = rng.sample(candidates, min(2, len(candidates)))
+    two = case.rng.sample(case.candidates, min(2, len(case.candidates)))
     return {
         c.rank: float(c.load.active_requests) if any(c is one for one in two) else math.inf
-        for c in candidates
+        for c in case.candidates
     }
 
 
-def affinity(
-    request: PolicyRequest,
-    candidates: Sequence[Candidate],
-    weights: RouterWeights,
-    rng: Random,
-    block_size: int,
-) -> dict[WorkerRank, float]:
+def affinity(case: Case) -> dict[WorkerRank, float]:
     """Rendezvous hashing (Thaler, Ravishankar 1998): a session stays with its worker while that lives, and
     when a worker leaves, only its sessions move. Requests without a session go to the least loaded worker."""
-    if request.session is None:
-        return least_loaded(request, candidates, weights, rng, block_size)
-    return {c.rank: -float(_score(request.session, c.rank)) for c in candidates}
+    if case.request.session is None:
+        return least_loaded(case)
+    return {c.rank: -float(_score(case.request.session, c.rank)) for c in case.candidates}
 
 
 POLICIES: dict[str, Policy] = {
