@@ -17,6 +17,7 @@ from shoal.kv.places import match
 from shoal.kv_events import EventBatch, decode, encode
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_grouped_blocks import VOCAB, add_random_request
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 60
 RANK = WorkerRank("a")
@@ -77,7 +78,8 @@ def found_by_router(index: KvIndexer, tokens: list[int]) -> int:
     return 0 if overlap is None else overlap.total * index.block_size_of(RANK)
 
 
-def run_trace(seed: int) -> Counter[str]:
+@prints_its_seed
+def trace(seed: int) -> Counter[str]:
     r = random.Random(seed)
     size, kinds = r.choice((1, 2, 4)), GROUPS[seed % len(GROUPS)]
     scheduler, index = scheduler_of(r, kinds, size), KvIndexer(size)
@@ -119,14 +121,6 @@ def run_trace(seed: int) -> Counter[str]:
             seen["found"] += own > 0
             seen["cut"] += own < len(tokens)
     return seen
-
-
-def trace(seed: int) -> Counter[str]:
-    try:
-        return run_trace(seed)
-    except BaseException:
-        print(f"failed: trace({seed})")
-        raise
 
 
 @pytest.mark.parametrize("first_seed", [0, pytest.param(TRACES_A_TEST, marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from shoal.hashing import extend_keys
 from shoal.kv.groups import NO_BLOCK, CacheKind, LayerGroup, make_groups
 from shoal.kv.places import match, measure
 from shoal.sampling_params import SamplingParams
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 60
 VOCAB = 4
@@ -93,15 +94,8 @@ def check_measure(scheduler) -> None:
             )
 
 
+@prints_its_seed
 def trace(seed: int) -> Counter[str]:
-    try:
-        return run_trace(seed)
-    except BaseException:
-        print(f"failed: trace({seed})")
-        raise
-
-
-def run_trace(seed: int) -> Counter[str]:
     r = random.Random(seed)
     size = r.choice((1, 2, 4))
     groups = random_groups(r, size)

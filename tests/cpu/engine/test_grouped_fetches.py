@@ -19,6 +19,7 @@ from shoal.kv.places import key_of, places
 from shoal.kv.tiers.host import HostTier
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_grouped_blocks import VOCAB, Device, random_groups
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 60
 
@@ -180,15 +181,8 @@ class Tiers:
         self.offloader.released(blocks)
 
 
+@prints_its_seed
 def trace(seed: int) -> Counter[str]:
-    try:
-        return run_trace(seed)
-    except BaseException:
-        print(f"failed: trace({seed})")
-        raise
-
-
-def run_trace(seed: int) -> Counter[str]:
     r = random.Random(seed)
     size = r.choice((1, 2, 4))
     groups = random_groups(r, size)

@@ -19,6 +19,7 @@ from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.kv.tiers.host import HostTier
 from tests.cpu.engine.test_scheduler_fuzz import Device, Row, Trace
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 25
 FIRST_SEEDS = [
@@ -387,18 +388,15 @@ class TieredTrace(Trace):
         super().compare()
 
 
+@prints_its_seed
 def trace(seed: int, queries: int = 1) -> Counter:
     """Most of them with a disk, which the second of two engines finds as the first has left it."""
     room = random.Random(seed).choice((5, 1000))
     disks = {"disk": FakeDisk(room)} if seed % 3 else None
     seen, one = Counter(), None
-    for part in range(2 if disks else 1):
+    for _ in range(2 if disks else 1):
         one = TieredTrace(seed, disks, one, queries)
-        try:
-            one.run(num_requests=25)
-        except BaseException:
-            print(f"failed: trace({seed}, {queries}), part {part}")
-            raise
+        one.run(num_requests=25)
         seen += one.seen
     return seen
 

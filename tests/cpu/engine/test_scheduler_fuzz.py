@@ -17,6 +17,7 @@ from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.seeded import prints_its_seed
 
 VOCAB = 40
 EOS = (0, 1)
@@ -432,14 +433,11 @@ class Trace:
         )
 
 
+@prints_its_seed
 def trace(seed: int, queries: int = 1) -> Counter[str]:
-    trace = Trace(seed, queries)
-    try:
-        trace.run(num_requests=30)
-    except BaseException:
-        print(f"failed: trace({seed}, {queries})")
-        raise
-    return trace.seen
+    one = Trace(seed, queries)
+    one.run(num_requests=30)
+    return one.seen
 
 
 @pytest.mark.parametrize("first_seed", FIRST_SEEDS)

@@ -10,6 +10,7 @@ from shoal.api import Request
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.sequence_blocks import NEVER, SequenceBlocks
 from shoal.sampling_params import SamplingParams
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 40
 LONGEST = 60
@@ -247,12 +248,9 @@ class Trace:
         self.seen["resets"] += 1
 
 
+@prints_its_seed
 def trace(seed: int) -> Counter[str]:
-    try:
-        return Trace(seed).run(400)
-    except BaseException:
-        print(f"failed: trace({seed})")
-        raise
+    return Trace(seed).run(400)
 
 
 @pytest.mark.parametrize("first_seed", [0, pytest.param(TRACES_A_TEST, marks=pytest.mark.slow)])

@@ -14,6 +14,7 @@ from shoal.engine.scheduling.state_blocks import SnapshotRoom
 from shoal.kv.groups import LayerGroup
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_grouped_blocks import Device
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 60
 VOCAB = 4
@@ -90,15 +91,8 @@ def random_groups(r, size):
     return tuple(LayerGroup((), size * r.choice((1, 1, 2)), window) for window in windows)
 
 
+@prints_its_seed
 def trace(seed, steps=250, queries=1):
-    try:
-        return run_trace(seed, steps, queries)
-    except BaseException:
-        print(f"failed: trace({seed}, {steps}, {queries})")
-        raise
-
-
-def run_trace(seed, steps, queries):
     r = random.Random(seed)
     size = r.choice((1, 2, 4))
     groups = random_groups(r, size)

@@ -17,6 +17,7 @@ from shoal.kv.tiers.host import HostTier
 from shoal.sampling_params import SamplingParams
 from tests.cpu.engine.test_grouped_fetches import FakeDisk, FakeTransfers, FetchingDevice, Tiers
 from tests.cpu.engine.test_state_blocks import SEE_ALL, VOCAB, StateDevice, random_groups, tokens
+from tests.seeded import prints_its_seed
 
 TRACES_A_TEST = 60
 
@@ -71,15 +72,8 @@ def step(scheduler, device, offloader, in_flight, seen, depth=2):
     return scheduler.has_work or bool(in_flight)
 
 
+@prints_its_seed
 def trace(seed):
-    try:
-        return run_trace(seed)
-    except BaseException:
-        print(f"failed: trace({seed})")
-        raise
-
-
-def run_trace(seed):
     r = random.Random(seed)
     size = r.choice((1, 2, 4))
     groups = random_groups(r, size)

@@ -11,7 +11,6 @@ import socket
 import ssl
 import stat
 import struct
-import subprocess
 import threading
 import time
 from asyncio.selector_events import _SelectorSocketTransport
@@ -24,6 +23,7 @@ from shoal.errors import ConfigError
 from shoal.server import run
 from shoal.server.http.connection import MAX_HEADER_BYTES, Connection
 from shoal.server.run import max_connections, open_ports
+from tests.certificates import write_certificate
 from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
 
 COMPLETE = "/v1/completions"
@@ -385,30 +385,7 @@ def test_a_head_goes_out_with_its_body_and_a_streams_end_with_its_last_token(
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    key, path = str(folder / "key.pem"), str(folder / "certificate.pem")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-keyout",
-            key,
-            "-out",
-            path,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    key, path = write_certificate(tmp_path_factory.mktemp("tls"))
     return {"ssl_keyfile": key, "ssl_certfile": path}
 
 

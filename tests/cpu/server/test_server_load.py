@@ -3,7 +3,6 @@ port."""
 
 import socket
 import ssl
-import subprocess
 import threading
 import time
 
@@ -12,6 +11,7 @@ import pytest
 
 from shoal.fake_engine import FakeEngine
 from shoal.stats import SleepState, Stats
+from tests.certificates import write_certificate
 from tests.fake_server import NAME, FakeServer, engine_saying, eventually, ids_of, post, read_until
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -102,31 +102,7 @@ def test_a_slow_line_gets_a_big_answer_whole():
 
 
 def test_over_tls(tmp_path):
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    key, certificate = write_certificate(tmp_path)
     with FakeServer(slow_engine(0.01), ssl_keyfile=key, ssl_certfile=certificate) as server:
         assert server.url.startswith("https://127.0.0.1:")
         with openai.DefaultHttpx2Client(verify=ssl.create_default_context(cafile=certificate)) as http:
