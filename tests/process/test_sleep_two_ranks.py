@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
@@ -15,6 +15,7 @@ from shoal.models.loading import Loading
 from tests import tiny
 from tests.ranks import pids_of_ranks
 from tests.serving import free_port
+from tests.sleeping_engines import sleeping_engines
 from tests.trainer import described, shared_handles
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -42,22 +43,8 @@ def changed(folder, root):
 
 @pytest.fixture
 def build(folder):
-    engines = []
-
-    def make(ranks=2, **options):
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 256,
-            "device": "cpu",
-            "enable_sleep_mode": True,
-            "kv_cache_memory_bytes": 32 << 20,
-        }
-        engines.append(LLM(str(folder), tensor_parallel_size=ranks, **defaults | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.exit()
+    with sleeping_engines(32 << 20) as build:
+        yield lambda ranks=2, **options: build(folder, tensor_parallel_size=ranks, **options)
 
 
 def test_ranks_sleep_and_wake_together(build, expected, changed):

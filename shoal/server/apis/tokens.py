@@ -37,16 +37,7 @@ async def tokenize(exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
     if request.messages is not None:
-        prompt = await model.chat_prompt(
-            [readable_message(exchange, message) for message in request.messages],
-            tools=request.tools,
-            chat_template=request.chat_template,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            variables=request.chat_template_kwargs,
-        )
-        ids = prompt.token_ids
+        ids = (await _prompt_of(exchange, model, request, request.messages, tools=request.tools)).token_ids
     else:
         [ids] = await model.encode(
             [request.prompt or ""], request.add_special_tokens is not False, must_fit=False
@@ -54,6 +45,28 @@ async def tokenize(exchange: Exchange) -> None:
     texts = model.need_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
     await exchange.json(
         {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+    )
+
+
+async def _prompt_of(
+    exchange: Exchange,
+    model: ServedModel,
+    request: TokenizeRequest | EmbeddingRequest,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    must_fit: bool = True,
+) -> Prompt:
+    """Returns the messages of a request as the model's chat template writes them. `must_fit`: a prompt that
+    is longer than the context is an error."""
+    return await model.chat_prompt(
+        [readable_message(exchange, message) for message in messages],
+        tools=tools,
+        chat_template=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        variables=request.chat_template_kwargs,
+        must_fit=must_fit,
     )
 
 
@@ -98,15 +111,7 @@ async def create_embeddings(exchange: Exchange) -> None:
         raise ApiError(400, "input and messages: give exactly one of them", param="input")
     if request.messages is not None:
         exchange.names["prompt"] = "messages"
-        prompt = await model.chat_prompt(
-            [readable_message(exchange, message) for message in request.messages],
-            chat_template=request.chat_template,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            variables=request.chat_template_kwargs,
-            must_fit=keep is None,
-        )
+        prompt = await _prompt_of(exchange, model, request, request.messages, must_fit=keep is None)
         prompts = [shortened(prompt, keep)]
     else:
         exchange.names |= {"prompt": "input", "n": "input"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
@@ -22,6 +22,7 @@ from shoal.errors import CheckpointError, ConfigError, EngineDeadError, Unavaila
 from shoal.kv_events import AllBlocksCleared, BlockStored
 from tests import tiny
 from tests.cpu.weights.test_weights_gguf import write_gguf
+from tests.sleeping_engines import sleeping_engines
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((3, 40, 70))]
 COUNT = 10
@@ -50,24 +51,8 @@ def other(root):
 
 @pytest.fixture
 def build():
-    engines = []
-
-    def make(path, **options):
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 256,
-            "device": "cpu",
-            "enable_sleep_mode": True,
-            "kv_cache_memory_bytes": 8 << 20,
-        }
-        engines.append(LLM(str(path), **defaults | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        if engine.core.error is None:
-            engine.core.check()
-        engine.exit()
+    with sleeping_engines() as build:
+        yield build
 
 
 def test_another_model_and_the_old_one_again_generate_as_fresh_engines_do(build, folder, other):

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.runner import rank_memory
 from shoal.engine.runner.rank_memory import CpuRegions
@@ -25,6 +25,7 @@ from shoal.stats import SleepState
 from shoal.weights.transfer import SharedTensors, open_tensor
 from tests import tiny
 from tests.cpu.weights.test_weights_gguf import write_gguf
+from tests.sleeping_engines import sleeping_engines
 from tests.tiny_families import write_family
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((3, 17, 40, 70))]
@@ -57,22 +58,8 @@ def expected(folder):
 
 @pytest.fixture
 def build():
-    engines = []
-
-    def make(path, **options):
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 256,
-            "device": "cpu",
-            "enable_sleep_mode": True,
-            "kv_cache_memory_bytes": 32 << 20,
-        }
-        engines.append(LLM(str(path), **defaults | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.exit()
+    with sleeping_engines(32 << 20) as build:
+        yield build
 
 
 @pytest.fixture

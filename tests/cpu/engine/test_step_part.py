@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.api import Request
 from shoal.engine.lifecycle import another_model
 from shoal.engine.offload.tiers import KvTiers
@@ -18,6 +18,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.step_part import Parts, StepPart
 from shoal.errors import EngineDeadError
 from tests import tiny
+from tests.sleeping_engines import sleeping_engines
 
 COUNT = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -78,24 +79,8 @@ for _name in METHODS:
 
 @pytest.fixture
 def build(folder):
-    engines = []
-
-    def make(*parts, **options):
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 256,
-            "device": "cpu",
-            "enable_sleep_mode": True,
-            "kv_cache_memory_bytes": 8 << 20,
-        }
-        engines.append(LLM(str(folder), more_parts=parts, **defaults | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        if engine.core.error is None:
-            engine.core.check()
-        engine.exit()
+    with sleeping_engines() as build:
+        yield lambda *parts, **options: build(folder, more_parts=parts, **options)
 
 
 def ids_of(outputs):
