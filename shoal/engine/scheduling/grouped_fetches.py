@@ -98,17 +98,20 @@ class GroupedFetches(Fetches):
     def _furthest(self, seq: Sequence, chain: list[bytes], source: Source) -> int:
         """Returns the most tokens of the sequence, without its last, for which the device or this source has
         the blocks that are needed after them. `chain` has the keys of these tokens."""
-        groups, size = self._groups, self._block_size
+        has, num_tokens = self._holder(chain, source), seq.num_tokens - 1
+        # Only other workers have blocks that are not full, and then all that come before, mostly.
+        if all(has(place) for place in reversed(places(self._groups, num_tokens))):
+            return num_tokens
+        return longest_end(self._groups, num_tokens, has)
+
+    def _holder(self, chain: list[bytes], source: Source) -> Callable[[Place], bool]:
+        """Returns a function that says if the device or this source has the block of a place."""
 
         def has(place: Place) -> bool:
-            key = key_of(place, groups, chain, size)
+            key = key_of(place, self._groups, chain, self._block_size)
             return self._pool.find(key) is not None or source.has(key)
 
-        num_tokens = seq.num_tokens - 1
-        # Only other workers have blocks that are not full, and then all that come before, mostly.
-        if all(has(place) for place in reversed(places(groups, num_tokens))):
-            return num_tokens
-        return longest_end(groups, num_tokens, has)
+        return has
 
     def _first_blocks(self, needed: dict[Place, bytes], end: int) -> list[list[int]]:
         """Returns a table for each group: the first of the blocks that it needs, as far as the device has

@@ -10,7 +10,7 @@ from shoal.engine.scheduling.seams import BlockWatcher
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.hashing import part_key
 from shoal.kv.groups import NO_BLOCK
-from shoal.kv.places import Place, key_of, longest_end
+from shoal.kv.places import longest_end
 from shoal.kv.snapshots import Snapshots, StateSnapshot
 
 
@@ -43,11 +43,7 @@ class StateFetches(GroupedFetches):
 
     def _furthest(self, seq: Sequence, chain: list[bytes], source: Source) -> int:
         groups, size, step = self._groups, self._block_size, max(group.block_size for group in self._groups)
-
-        def has(place: Place) -> bool:
-            key = key_of(place, groups, chain, size)
-            return self._pool.find(key) is not None or source.has(key)
-
+        has = self._holder(chain, source)
         end, found = (seq.num_tokens - 1) // step * step, -1
         while end != found and end > seq.num_computed:
             end = found = longest_end(groups, end, has)

@@ -4,25 +4,16 @@ matrix. The models of 2025 (GLM-4-0414) have norms behind attention and MLP, too
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.fields import ConfigFields
-
-if TYPE_CHECKING:
-    from torch import nn
+from shoal.models.families import gemma3
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     return replace(config, qkv_bias=fields.flag("attention_bias"))
-
-
-def layer_class() -> type[nn.Module]:
-    from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
-
-    return SandwichLayer
 
 
 GLM = Architecture(
@@ -51,5 +42,5 @@ GLM4 = replace(
         "post_attention_layernorm": "pre_feedforward_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
-    layer_class=layer_class,
+    layer_class=gemma3.layer_class,
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shoal.errors import CheckpointError
-from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import FULL, LINEAR
 from shoal.models.configs.recurrent import granite_mamba_layer, parts_of_mamba
+from shoal.models.families import llama
 from shoal.models.hybrids.qwen3_next import hybrid_layer
 
 PARTIAL = 0.5  # the share of a head that rotates
@@ -23,11 +21,6 @@ def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
             f"{fields.where}: attn_layer_indices must be layers from 0 to {num_layers - 1}, got {given!r:.80}"
         )
     return tuple(FULL if i in given else LINEAR for i in range(num_layers))
-
-
-def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
-    return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 ARCHITECTURE = Architecture(
@@ -52,7 +45,7 @@ ARCHITECTURE = Architecture(
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
     },
-    read=read,
+    read=llama.read,
     layer_types=layer_types,
     other_layers={LINEAR: granite_mamba_layer},
     # whatever a config says, but for its rope_parameters

@@ -185,7 +185,7 @@ def read_mxfp4(fields: ConfigFields) -> Quantization | None:
     return Quantization(MXFP4, 4, (1, 32))
 
 
-def mxfp4_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+def packed_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     outs, pairs = shapes["weight_packed"]
     return outs, 2 * pairs
 
@@ -206,4 +206,4 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -
 
 INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
 FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8, fp8_zeros)
-MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, mxfp4_shape, mxfp4_tensors, join_mxfp4)
+MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, packed_shape, mxfp4_tensors, join_mxfp4)

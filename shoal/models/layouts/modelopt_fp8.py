@@ -3,19 +3,16 @@ activations are scaled token by token. ModelOpt may store other matrices of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros
+from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros, join_fp8
 from shoal.models.layouts.layout import ONE, Layout, Stored, choice
 
 if TYPE_CHECKING:
-    import torch
-
-    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+    pass
 
 ALGORITHMS = ("NVFP4", "FP8")
 MODELOPT_FP8 = Quantization("modelopt-fp8", 8, (0, 0), input_scales=True)
@@ -49,10 +46,4 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
     return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": ONE, "input_scale": ONE}
 
 
-def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:
-    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
-
-    return Fp8Tensor.of(stored["weight"], stored["weight_scale"], quantization.block)
-
-
-LAYOUT = Layout("modelopt-fp8", "modelopt", "weight_scale", read, fp8_shape, tensors, join, fp8_zeros)
+LAYOUT = Layout("modelopt-fp8", "modelopt", "weight_scale", read, fp8_shape, tensors, join_fp8, fp8_zeros)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, read_weights
+from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, packed_shape, read_weights
 from shoal.models.layouts.layout import ONE, Layout, Stored, choice, num_groups
 from shoal.models.layouts.modelopt_fp8 import MODELOPT_FP8, modelopt_algorithms
 
@@ -40,11 +40,6 @@ def read_modelopt(fields: ConfigFields) -> Quantization | None:
         return None
     others = (MODELOPT_FP8,) if "FP8" in algorithms else ()
     return Quantization("modelopt-nvfp4", 4, (1, GROUP), input_scales=True, others=others)
-
-
-def packed_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    outs, pairs = shapes["weight_packed"]
-    return outs, 2 * pairs
 
 
 def modelopt_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
