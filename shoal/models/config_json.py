@@ -30,21 +30,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     fields = ConfigFields({**architecture.defaults, **renamed, **config}, where)
     if architecture.said_otherwise is not None:
         fields = ConfigFields({**fields.values, **architecture.said_otherwise(fields)}, where)
-    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
-            f"{num_kv_heads}"
-        )
-    if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise CheckpointError(
-            f"{where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-            "and no head_dim is given"
-        )
-    head_dim = fields.count("head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise CheckpointError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
+    num_heads, num_kv_heads, head_dim = _heads(fields, where)
     num_layers = fields.count("num_hidden_layers")
     layer_types = _layer_types(architecture, fields, num_layers)
     ropes = read_ropes(
@@ -75,7 +61,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     shared = ModelConfig(
         architecture=architecture.name,
         vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         max_position_embeddings=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -97,6 +83,27 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
             f"{fields.get('hidden_activation') or fields.get('hidden_act')!r:.80}"
         )
     return model
+
+
+def _heads(fields: ConfigFields, where: str) -> tuple[int, int, int]:
+    """Returns the numbers of query heads and of kv heads, and the size of a head. Raises CheckpointError if
+    they do not divide each other."""
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
+            f"{num_kv_heads}"
+        )
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+            "and no head_dim is given"
+        )
+    head_dim = fields.count("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
+    return num_heads, num_kv_heads, head_dim
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:

@@ -134,19 +134,25 @@ class ChatTemplate:
 
         text = _with_all_instructions(write, messages, self._source)
         if own_roles:
-            marked = [
-                _marked(k, message) if _has_own_role(message) else message
-                for k, message in enumerate(messages)
-            ]
-            written = _with_all_instructions(write, marked, self._source)
-            for i, message in zip(own_roles, filter(_has_own_role, marked)):
-                if conversation.as_text(message["content"]) not in written:
-                    raise RequestError(
-                        f"messages[{i}].role must be one that the chat template writes, got "
-                        f"{message['role']!r:.60}; send {', '.join(ROLES)}",
-                        field=f"messages[{i}].role",
-                    )
+            self._check_roles(messages, own_roles, write)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _check_roles(
+        self, messages: list[dict[str, Any]], places: list[int], write: Callable[[list[dict[str, Any]]], str]
+    ) -> None:
+        """Raises RequestError for a role that the template leaves out. `places`: where the request had the
+        messages with roles of its own."""
+        marked = [
+            _marked(k, message) if _has_own_role(message) else message for k, message in enumerate(messages)
+        ]
+        written = _with_all_instructions(write, marked, self._source)
+        for i, message in zip(places, filter(_has_own_role, marked)):
+            if conversation.as_text(message["content"]) not in written:
+                raise RequestError(
+                    f"messages[{i}].role must be one that the chat template writes, got "
+                    f"{message['role']!r:.60}; send {', '.join(ROLES)}",
+                    field=f"messages[{i}].role",
+                )
 
     @functools.cached_property
     def _wants_parts(self) -> bool:

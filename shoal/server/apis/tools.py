@@ -166,24 +166,7 @@ def plan_tools(
         schemas = {name: schemas[name] for name in names}
         is_limited = True
     if isinstance(choice, dict):
-        name = _function_name(choice)
-        if choice.get("type") != "function" or not isinstance(name, str):
-            raise RequestError(
-                f"tool_choice must name a function, got {choice!r:.100}; give "
-                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"',
-                field="tool_choice",
-            )
-        if name in left_out:
-            raise RequestError(
-                f"tool_choice must name a tool of this server, got {name!r:.100}; choose another, or 'auto'",
-                field="tool_choice",
-            )
-        if name not in schemas:
-            raise RequestError(
-                f"tool_choice must name one of the request's tools, got {name!r:.100}; "
-                f"choose from: {', '.join(schemas) or '(no tools sent)'}",
-                field="tool_choice",
-            )
+        name = _chosen(choice, schemas, left_out)
         schemas = {name: schemas[name]}
         arguments = StructuredOutputsParams(json=schemas[name])
         structured = _calls_grammar(parser, schemas, many=False) or arguments
@@ -220,6 +203,29 @@ def plan_tools(
         )
     is_strict = any(tool["function"].get("strict") is True for tool in tools)
     return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited, is_strict=is_strict)
+
+
+def _chosen(choice: dict[str, Any], schemas: dict[str, Any], left_out: Sequence[str]) -> str:
+    """Returns the name of the function that `tool_choice` demands. Raises RequestError."""
+    name = _function_name(choice)
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice must name a function, got {choice!r:.100}; give "
+            '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"',
+            field="tool_choice",
+        )
+    if name in left_out:
+        raise RequestError(
+            f"tool_choice must name a tool of this server, got {name!r:.100}; choose another, or 'auto'",
+            field="tool_choice",
+        )
+    if name not in schemas:
+        raise RequestError(
+            f"tool_choice must name one of the request's tools, got {name!r:.100}; "
+            f"choose from: {', '.join(schemas) or '(no tools sent)'}",
+            field="tool_choice",
+        )
+    return name
 
 
 def _allowed(

@@ -209,26 +209,10 @@ class ServedModel:
         tools is then left out, with a warning, if the template has no place and the context no room for it.
         """
         tokenizer = self.need_tokenizer()
-        if (
-            chat_template is not None
-            and not self.trust_request_chat_template
-            and chat_template not in tokenizer.chat_templates
-        ):
-            raise ApiError(
-                400,
-                "chat_template must be a template of the model, got one in the request, which may run for "
-                "ever; leave it out, or start the server with --trust-request-chat-template",
-                param="chat_template",
-            )
+        given = {**(variables or {}), **({} if documents is None else {"documents": documents})}
+        self._check_template(tokenizer, chat_template, given)
         if len(messages) > self.max_model_len:
             raise context_overflow(self.max_model_len, len(messages))
-        given = {**(variables or {}), **({} if documents is None else {"documents": documents})}
-        if taken := TEMPLATE_NAMES & (given.keys() | self.template_defaults.keys()):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs must not have {sorted(taken)}; use the request's own fields",
-                param="chat_template_kwargs",
-            )
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(tools: list[dict[str, Any]] | None) -> str:
@@ -266,6 +250,28 @@ class ServedModel:
             )
             prompt = await rendered(None, must_fit)
         return prompt
+
+    def _check_template(
+        self, tokenizer: Tokenizer, chat_template: str | None, variables: dict[str, Any]
+    ) -> None:
+        """Raises ApiError for a template or variables that a request must not bring."""
+        if (
+            chat_template is not None
+            and not self.trust_request_chat_template
+            and chat_template not in tokenizer.chat_templates
+        ):
+            raise ApiError(
+                400,
+                "chat_template must be a template of the model, got one in the request, which may run for "
+                "ever; leave it out, or start the server with --trust-request-chat-template",
+                param="chat_template",
+            )
+        if taken := TEMPLATE_NAMES & (variables.keys() | self.template_defaults.keys()):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs must not have {sorted(taken)}; use the request's own fields",
+                param="chat_template_kwargs",
+            )
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
         """Returns `work()`, which handles `size` characters. It runs in a thread if they are many."""
