@@ -99,7 +99,7 @@ class Owner:
             torch.cuda.synchronize(self.views[0].storage.device)
         chosen = [KINDS[name] for name in transports]
         self.exports: list[Exports] = [Transports(chosen).export_cache([view], reach) for view in self.views]
-        self.grouped: list[Exports] = []
+        self.grouped: list[tuple[list[BlockView], Exports]] = []
         self.ranks: list[tuple[ExportAddress, ...]] = [exports.addresses for exports in self.exports]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0
@@ -111,9 +111,7 @@ class Owner:
     ) -> list[tuple[ExportAddress, ...]]:
         """Exports ranks whose memory holds groups of layers: block `b` belongs to group `b % len(kinds)`
         and holds `logical(kind, group)`. The groups of the last call are closed."""
-        for exports in self.grouped:
-            exports.close()
-        self.grouped.clear()
+        self.close_groups()
         for rank in range(tp_size):
             specs = with_equal_blocks([ranks_of(kind, tp_size)[rank] for kind in kinds])
             storage = ALLOCATE[memory](specs[0].num_bytes)
@@ -123,8 +121,13 @@ class Owner:
                 fill(view, logical(kinds[group], group), blocks)
             if "device" in memory:
                 torch.cuda.synchronize(storage.device)
-            self.grouped.append(Transports([KINDS[transport]]).export_cache(views, Reach.PROCESS))
-        return [exports.addresses for exports in self.grouped]
+            self.grouped.append((views, Transports([KINDS[transport]]).export_cache(views, Reach.PROCESS)))
+        return [exports.addresses for _, exports in self.grouped]
+
+    def close_groups(self) -> None:
+        for _, exports in self.grouped:
+            exports.close()
+        self.grouped.clear()
 
     def now(self) -> float:
         return time.monotonic() + self.skipped_s
@@ -192,8 +195,9 @@ class Owner:
         return self.ranks
 
     def close_windows(self) -> None:
-        for exports in self.exports + self.grouped:
+        for exports in self.exports:
             exports.close()
+        self.close_groups()
 
     def close(self) -> None:
         self.server.close()
