@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/watching.md, of a fleet that works: `python docs/images/draw_eyes.py` starts one
+"""Takes the pictures of docs/watching.md, of a fleet that works: `python docs/images/draw_watching.py` starts one
 worker for prompts and two that generate, with the small default model on the CPU, has clients talk to them,
 drains a worker while it answers, and writes top.svg, dashboard.png and time-line.png beside itself.
 
