@@ -16,7 +16,7 @@ if HAS_GLUON:
 
 # From this many prefill tokens on the kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
-# The fewest tiles of keys that a window has in the kernel. Of a narrower one its tiles are mostly masked.
+# A window of fewer of its tiles of keys stays with Triton, as most of what they compute would be masked.
 WINDOW_TILES = 8
 
 

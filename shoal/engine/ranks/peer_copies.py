@@ -34,7 +34,7 @@ PIECE_ROWS = 8192  # most rows of a piece
 FEWEST_ROWS = 4096  # A smaller step's sums stay whole: the host would not keep up with two of each.
 HEAD_BYTES = 4096  # flags: SLOTS x ranks of `landed`, then as many of `read`
 FAR_AHEAD = 1 << 30  # pieces
-AT_LEAST = 0  # the kind of a wait
+AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 TEST_ROWS = 17, 300
 TEST_SECONDS = 20.0
 

@@ -61,6 +61,7 @@ def _hindrance(tp: TensorParallel) -> str | None:
 
 
 def all_agree(tp: TensorParallel, is_well: bool) -> bool:
+    """Returns True if all ranks, which call this together, say that it is well."""
     return int(tp.all_reduce(torch.tensor([int(is_well)], device=tp.device)).item()) == tp.size
 
 

@@ -75,8 +75,9 @@ class ClusterKernel(NamedTuple):
 
 
 def kernel_of(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ClusterKernel:
-    """Blocks on their way take 128 KB of each SM. For one token of large groups of wide heads they take 64,
-    so that the SM has room for the rings of the matmuls before and after it, too (hopper_row.py)."""
+    """Returns the variant for so few tokens. Its blocks on their way take 128 KB of each SM. For one token of
+    large groups of wide heads they take 64, so that the SM has room for the rings of the matmuls before and
+    after it, too (hopper_row.py)."""
     beside = num_tokens == 1 and num_heads >= LARGE_GROUP * num_kv_heads and head_dim == 128
     return ClusterKernel(num_heads, num_kv_heads, head_dim, (128 if beside else 256) // head_dim)
 
@@ -140,7 +141,7 @@ def _has_kernel(device: torch.device, num_heads: int, num_kv_heads: int, head_di
 def arguments_of(
     tensors: tuple[torch.Tensor | None, ...], eps: float, scale: float, window: int | None
 ) -> Arguments:
-    """`tensors`: in the order of POINTERS."""
+    """Returns the kernel's parameter. `tensors`: in the order of POINTERS. `window`: as in LayerCache."""
     tables, cache = tensors[7], tensors[8]
     assert tables is not None and cache is not None and cache.stride()[3:] == (cache.shape[4], 1)
     return Arguments(

@@ -178,8 +178,8 @@ def hopper_gated_kernel(
 def hopper_gated_matmul(
     x_TI: torch.Tensor, weight_2FI: torch.Tensor, activation: str = "silu"
 ) -> torch.Tensor:
-    """[T, F]. Gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
-    rows."""
+    """Returns activation(gate) * up, [T, F]. Gate is the first half of the weight's rows. Bits depend neither
+    on timing nor on the number of rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     out_TF = x_TI.new_empty((rows, size))
