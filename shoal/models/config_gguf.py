@@ -17,6 +17,7 @@ from shoal.models.config_json import config_from_json
 from shoal.models.configs.fields import ConfigFields, token_ids
 from shoal.models.configs.layers import FULL, SLIDING
 from shoal.models.configs.rope import yarn_attention_factor
+from shoal.models.gguf_names.experts import SIGMOID
 from shoal.models.registry import BY_GGUF, BY_NAME
 
 # a key that all architectures share, behind the architecture's prefix -> config.json's key
@@ -43,7 +44,7 @@ def config_from_gguf(
     """`shapes` belong to the file's tensors; vocabulary, tied head and biases follow from them. `longrope`:
     its short and long factors. `where` names the file in errors. Raises CheckpointError for what is missing,
     impossible or not supported."""
-    architecture, names, values = _architecture(metadata, where)
+    architecture, names, values = _architecture(metadata, shapes, where)
     shapes = _with_fused(shapes)
     embedding = shapes.get("token_embd.weight")
     if embedding is None:
@@ -88,7 +89,9 @@ def config_from_gguf(
     )
 
 
-def _architecture(metadata: Mapping[str, Any], where: str) -> tuple[Architecture, GGUFNames, dict[str, Any]]:
+def _architecture(
+    metadata: Mapping[str, Any], shapes: Shapes, where: str
+) -> tuple[Architecture, GGUFNames, dict[str, Any]]:
     """The architecture, its names in the file that was opened, and its keys without their prefix."""
     name = metadata.get("general.architecture")
     architecture = BY_GGUF.get(name) if isinstance(name, str) else None
@@ -98,6 +101,8 @@ def _architecture(metadata: Mapping[str, Any], where: str) -> tuple[Architecture
         )
     names, prefix = architecture.gguf, f"{name}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if _some_layer_has(shapes, "exp_probs_b.bias"):  # early files of GLM-4.7-Flash don't say it
+        values.setdefault("expert_gating_func", SIGMOID)
     for key, model in names.refused.items():
         if values.get(key):
             raise CheckpointError(

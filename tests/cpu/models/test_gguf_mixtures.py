@@ -9,6 +9,8 @@ import gguf
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.models.config_gguf import config_from_gguf
+from shoal.weights.gguf.header import read_header
 from tests import gguf_files, tiny
 from tests.tiny_families import write_family
 
@@ -92,6 +94,16 @@ def add_deepseek(writer, config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def test_a_file_of_glm_4_7_flash_may_leave_its_router_unsaid(root, tmp_path):
+    folder = write_family(root, "glm4-flash-halves", attention_bias=False, rope_interleave=True)
+    gguf_files.write(tmp_path / "m.gguf", folder, "deepseek2", add_deepseek)
+    header = read_header(tmp_path / "m.gguf")
+    said = config_from_gguf(header.metadata, header.shapes, "m.gguf")
+    unsaid = {key: value for key, value in header.metadata.items() if not key.endswith("gating_func")}
+    assert len(unsaid) == len(header.metadata) - 1
+    assert config_from_gguf(unsaid, header.shapes, "m.gguf") == said
 
 
 def by_head(name, tensor, config):
