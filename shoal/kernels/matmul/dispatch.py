@@ -33,6 +33,9 @@ INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # tile_matmul.py has these.
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_ROW_SPLITS = 8
+# In 16 bits, more rows of an expert than the first number, on average, have tiles of 32, as many experts would
+# need two of 16. More than the second have tiles of 64.
+SHORT_TILE_ROWS, MEDIUM_TILE_ROWS = 8, 20
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
 MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
@@ -501,6 +504,9 @@ def choose_expert_tiles(
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
         block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
+        medium = SHORT_TILE_ROWS < rows <= MEDIUM_TILE_ROWS and not slots
+        if medium and all(of.bits == 16 for of in formats):
+            block_rows = 32
     kernel, widened = ExpertKernel.TILES, False
     if _is_for_mxfp4(slots, sizes, formats, dtype, gpu) and rows <= MXFP4_EXPERT_ROWS:
         kernel = ExpertKernel.MXFP4_SLOTS if slots else ExpertKernel.MXFP4
