@@ -33,8 +33,8 @@ INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # tile_matmul.py has these.
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_ROW_SPLITS = 8
-# In 16 bits, more rows of an expert than the first number, on average, have tiles of 32, as many experts would
-# need two of 16. More than the second have tiles of 64.
+# In 16 bits, more rows of an expert than the first number, on average, have tiles of 32, as many experts
+# would need two of 16. More than the second have tiles of 64.
 SHORT_TILE_ROWS, MEDIUM_TILE_ROWS = 8, 20
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
