@@ -8,7 +8,8 @@ As in hopper_gated.py, programs stay on their SMs and go from tile to tile, a pr
 inputs ahead of them, and two warpgroups of 64 rows share each tile of the weight, gate and up as one matmul.
 TMA sees the experts as the rows of one weight. Tokens' rows are not beside each other, so four producer warps
 copy them, 16 bytes a thread. A tile's rows beyond its expert's last one are multiplied and not stored. A
-warpgroup all of whose rows are beyond it multiplies nothing.
+warpgroup all of whose rows are beyond it multiplies nothing. A tile of outputs has 256 weight rows, or 320 if an
+expert's are cut into fewer so: 2,880 outputs are 9 such tiles, and 11 and a quarter of the others.
 
 Tiles are taken in bands of 4 tiles of rows, so that what runs side by side reads few rows and weights, from
 the L2 cache.
@@ -41,6 +42,7 @@ from shoal.kinds.experts import Activation
 
 ROWS: gl.constexpr = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_O: gl.constexpr = gl.constexpr(128)  # weight rows of a copy: a tile's gate or up, or half its outputs
+MORE_O: gl.constexpr = gl.constexpr(32)  # weight rows of a copy that makes a tile wider
 BLOCK_I: gl.constexpr = gl.constexpr(64)  # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
 BAND: gl.constexpr = gl.constexpr(4)
@@ -124,6 +126,7 @@ def _fetch(
     x_desc,
     x_ptr,
     weight_desc,
+    more_desc,
     words_ptr,
     scales_ptr,
     outs,
@@ -133,13 +136,18 @@ def _fetch(
     GATED: gl.constexpr,
 ):
     """The work of the producer warps. Weights of 16 bits come by TMA, packed ones are widened here."""
-    x_smem, weight_smem, full, free = ring
+    x_smem, weight_smem, more_smem, full, free = ring
     _tiles_ptr, row_tiles, out_tiles = listed
     PACKED: gl.constexpr = words_ptr is not None
     X_BYTES: gl.constexpr = 0 if GATHERS else 2 * x_desc.block_type.nbytes
-    BYTES: gl.constexpr = X_BYTES if PACKED else X_BYTES + 2 * weight_desc.block_type.nbytes
+    HAS_MORE: gl.constexpr = more_desc is not None
+    MORE_BYTES: gl.constexpr = 2 * more_desc.block_type.nbytes if HAS_MORE else 0
+    BYTES: gl.constexpr = X_BYTES if PACKED else X_BYTES + 2 * weight_desc.block_type.nbytes + MORE_BYTES
     WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
-    to_second = outs if GATED else BLOCK_O  # weight rows between the two copies of a tile
+    ALL_WIDE: gl.constexpr = WIDE + HAS_MORE * WIDE * MORE_O // BLOCK_O
+    # weight rows between the two copies of a part of a tile
+    to_second = outs if GATED else BLOCK_O
+    to_second_more = outs if GATED else MORE_O
     if GATHERS:
         rows_smem = x_smem._reinterpret(x_smem.dtype, [STAGES, 2 * ROWS, BLOCK_I], x_smem.layout)
         copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -148,7 +156,7 @@ def _fetch(
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         expert, first, end, out_tile = _tile(item, listed)
-        out = expert * (outs * (1 + GATED)) + out_tile * WIDE
+        out = expert * (outs * (1 + GATED)) + out_tile * ALL_WIDE
         if GATHERS:
             inside = first + row < end
             token = gl.load(slots_ptr + first + row, mask=inside, other=0) // K
@@ -175,6 +183,13 @@ def _fetch(
                         full.index(stage),
                         weight_smem.index(2 * stage + half),
                     )
+                if HAS_MORE:
+                    tma.async_copy_global_to_shared(
+                        more_desc,
+                        [out + WIDE + half * to_second_more, column],
+                        full.index(stage),
+                        more_smem.index(2 * stage + half),
+                    )
                 if not GATHERS:
                     tma.async_copy_global_to_shared(
                         x_desc,
@@ -200,20 +215,66 @@ def _fetch(
 
 @gluon.constexpr_function
 def _stored_layout(wide):
-    """16 bytes of a row a thread, and 64 of the same row beside them. A warp has rows of its own sums."""
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << i] for i in range(5, wide.bit_length() - 1)]
+    """8 bytes of a row a thread, and 32 of the same row beside them. A warp has rows of its own sums, and its
+    lanes exchange them in pairs, which needs no shared memory."""
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 1 << i] for i in range(4, wide.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, wide])
 
 
 @gluon.jit
-def _bias(bias_ptr, expert, out_tile, outs, mma: gl.constexpr, GATED: gl.constexpr, LARGER: gl.constexpr):
-    """Returns the bias of a tile's weight rows, for sums that are to be LARGER times as large."""
-    WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
-    at = gl.arange(0, 2 * BLOCK_O, gl.SliceLayout(0, mma))
-    out = out_tile * WIDE + at % WIDE
-    place = (expert * (1 + GATED) + at // WIDE) * outs + out
-    return gl.load(bias_ptr + place, mask=out < outs, other=0.0).to(gl.float32) * (1.0 / LARGER)
+def _first_sums(
+    bias_ptr, expert, first_out, outs, WEIGHT_ROWS: gl.constexpr, GATED: gl.constexpr, LARGER: gl.constexpr
+):
+    """Returns the sums of a part of a tile before the matmul, which makes them LARGER times too small: the
+    bias of its weight rows. `first_out`: of a gated part, its first output of gate and of up."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WEIGHT_ROWS, 16])
+    WIDE: gl.constexpr = WEIGHT_ROWS // (1 + GATED)
+    sums = gl.zeros([ROWS, WEIGHT_ROWS], gl.float32, mma)
+    if bias_ptr is not None:
+        at = gl.arange(0, WEIGHT_ROWS, gl.SliceLayout(0, mma))
+        out = first_out + at % WIDE
+        place = (expert * (1 + GATED) + at // WIDE) * outs + out
+        bias = gl.load(bias_ptr + place, mask=out < outs, other=0.0)
+        sums += (bias.to(gl.float32) * (1.0 / LARGER))[None, :]
+    return sums
+
+
+@gluon.jit
+def _store(
+    sums,
+    out_ptr,
+    target,
+    inside,
+    first_out,
+    outs,
+    dtype: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    LARGER: gl.constexpr,
+):
+    """Applies the activation to a part of a tile, and stores it in the rows of `target`."""
+    WIDE: gl.constexpr = sums.shape[1] // (1 + GATED)
+    stored: gl.constexpr = _stored_layout(WIDE)
+    if LARGER != 1.0:
+        sums *= LARGER
+    if GATED:
+        gate, up = gl.split(sums.reshape((ROWS, 2, WIDE)).permute((0, 2, 1)))
+        result = gate_mul(gate, up, ACTIVATION, dtype, ALPHA, LIMIT)
+    else:
+        result = sums.to(dtype)
+        if ACTIVATION == "relu2":
+            result = squared_relu(result)
+    target = gl.convert_layout(target, gl.SliceLayout(1, stored), assert_trivial=True)
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, stored), assert_trivial=True)
+    out = first_out + gl.arange(0, WIDE, gl.SliceLayout(0, stored))
+    gl.store(
+        out_ptr + target.to(gl.int64)[:, None] * outs + out[None, :],
+        gl.convert_layout(result, stored),
+        mask=inside[:, None] & (out < outs)[None, :],
+    )
 
 
 @gluon.jit
@@ -231,18 +292,21 @@ def _multiply(
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     LARGER: gl.constexpr,
+    HAS_MORE: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each tile's rows."""
-    x_smem, weight_smem, full, free = ring
+    x_smem, weight_smem, more_smem, full, free = ring
     _tiles_ptr, row_tiles, out_tiles = listed
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_O, 16])
     WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
+    ALL_WIDE: gl.constexpr = WIDE + HAS_MORE * WIDE * MORE_O // BLOCK_O
     stored: gl.constexpr = _stored_layout(WIDE)
     dtype: gl.constexpr = x_smem.dtype
     weights = weight_smem._reinterpret(dtype, [STAGES, 2 * BLOCK_O, BLOCK_I], weight_smem.layout)
+    more_weights = weights
+    if HAS_MORE:
+        more_weights = more_smem._reinterpret(dtype, [STAGES, 2 * MORE_O, BLOCK_I], more_smem.layout)
     row = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
-    at = gl.arange(0, WIDE, gl.SliceLayout(0, stored))
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         expert, first, end, out_tile = _tile(item, listed)
@@ -251,39 +315,46 @@ def _multiply(
             target = first + row
             if not GATHERS:
                 target = gl.load(slots_ptr + target, mask=inside, other=0)
-            sums = gl.zeros([ROWS, 2 * BLOCK_O], gl.float32, mma)
-            if bias_ptr is not None:
-                sums += _bias(bias_ptr, expert, out_tile, outs, mma, GATED, LARGER)[None, :]
+            out = out_tile * ALL_WIDE
+            sums = _first_sums(bias_ptr, expert, out, outs, 2 * BLOCK_O, GATED, LARGER)
+            if HAS_MORE:
+                more = _first_sums(bias_ptr, expert, out + WIDE, outs, 2 * MORE_O, GATED, LARGER)
             for step in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), count // STAGES & 1)
                 if GATHERS:
                     fence_async_shared()  # Tensor cores see what threads copied.
-                sums = warpgroup_mma(
-                    x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True
-                )
-                sums = warpgroup_mma_wait(1, deps=[sums])
+                x = x_smem.index(2 * stage + HALF)
+                sums = warpgroup_mma(x, weights.index(stage).permute((1, 0)), sums, is_async=True)
+                if HAS_MORE:
+                    more = warpgroup_mma(x, more_weights.index(stage).permute((1, 0)), more, is_async=True)
+                    sums, more = warpgroup_mma_wait(2, deps=[sums, more])
+                else:
+                    sums = warpgroup_mma_wait(1, deps=[sums])
                 # The stage before is free again.
                 mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
                 count += 1
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
-
-            if LARGER != 1.0:
-                sums *= LARGER
-            if GATED:
-                gate, up = gl.split(sums.reshape((ROWS, 2, WIDE)).permute((0, 2, 1)))
-                result = gate_mul(gate, up, ACTIVATION, dtype, ALPHA, LIMIT)
+            if HAS_MORE:
+                sums, more = warpgroup_mma_wait(0, deps=[sums, more])
             else:
-                result = sums.to(dtype)
-                if ACTIVATION == "relu2":
-                    result = squared_relu(result)
-            out = out_tile * WIDE + at
-            gl.store(
-                out_ptr + target.to(gl.int64)[:, None] * outs + out[None, :],
-                gl.convert_layout(result, stored),
-                mask=inside[:, None] & (out < outs)[None, :],
-            )
+                sums = warpgroup_mma_wait(0, deps=[sums])
+            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
+            _store(sums, out_ptr, target, inside, out, outs, dtype, GATED, ACTIVATION, ALPHA, LIMIT, LARGER)
+            if HAS_MORE:
+                _store(
+                    more,
+                    out_ptr,
+                    target,
+                    inside,
+                    out + WIDE,
+                    outs,
+                    dtype,
+                    GATED,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    LARGER,
+                )
         else:
             for _ in range(steps):
                 stage = count % STAGES
@@ -297,6 +368,7 @@ def hopper_experts_kernel(
     x_desc,
     x_ptr,
     weight_desc,
+    more_desc,
     words_ptr,
     scales_ptr,
     bias_ptr,
@@ -318,6 +390,10 @@ def hopper_experts_kernel(
     PACKED: gl.constexpr = words_ptr is not None
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_O, BLOCK_I], x_desc.layout)
+    HAS_MORE: gl.constexpr = more_desc is not None
+    more_smem = weight_smem
+    if HAS_MORE:
+        more_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, MORE_O, BLOCK_I], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -325,8 +401,8 @@ def hopper_experts_kernel(
         mbarrier.init(full.index(i), count=129 if GATHERS else 1 + PACKED)
         mbarrier.init(free.index(i), count=2)
     steps = gl.cdiv(inputs, BLOCK_I)
-    ring = x_smem, weight_smem, full, free
-    out_tiles = gl.cdiv(outs, BLOCK_O if GATED else 2 * BLOCK_O)
+    ring = x_smem, weight_smem, more_smem, full, free
+    out_tiles = gl.cdiv(outs, (BLOCK_O + HAS_MORE * MORE_O) * (2 - GATED))
     listed = tiles_ptr, gl.load(tiles_ptr + num_tiles * 3), out_tiles
     WARPS: gl.constexpr = 4 if GATHERS or PACKED else 1
     REGISTERS: gl.constexpr = 168 if PACKED else 216 if GATHERS else 232
@@ -348,6 +424,7 @@ def hopper_experts_kernel(
                     ALPHA,
                     LIMIT,
                     LARGER,
+                    HAS_MORE,
                     0,
                 ),
             ),
@@ -367,6 +444,7 @@ def hopper_experts_kernel(
                     ALPHA,
                     LIMIT,
                     LARGER,
+                    HAS_MORE,
                     1,
                 ),
             ),
@@ -379,6 +457,7 @@ def hopper_experts_kernel(
                     x_desc,
                     x_ptr,
                     weight_desc,
+                    more_desc,
                     words_ptr,
                     scales_ptr,
                     outs,
@@ -410,19 +489,24 @@ def hopper_experts_matmul(
     inputs, outs, gated = x.shape[1], out.shape[1], activation is not None and activation.has_gate
     assert weight_shape(weight) == (rows.num_experts * outs * (1 + gated), inputs)
     assert activation is None or inputs % BLOCK_I.value == 0
-    weight_desc = words = scales = None
+    weight_desc = more_desc = words = scales = None
+    wide = BLOCK_O.value * (2 - gated)
     if isinstance(weight, TiledWeight):
         assert weight.e2m1 and weight.group == GROUP.value and weight.minima is None and outs % 16 == 0
         words, scales = weight.words, weight.scales
     else:
         assert weight.is_contiguous()
         weight_desc = descriptor(weight.flatten(0, 1), BLOCK_O.value, BLOCK_I.value)
+        wider = wide + MORE_O.value * (2 - gated)
+        if cdiv(outs, wider) * wider < cdiv(outs, wide) * wide:
+            more_desc, wide = descriptor(weight.flatten(0, 1), MORE_O.value, BLOCK_I.value), wider
     assert bias_EO is None or (bias_EO.is_contiguous() and bias_EO.numel() == weight_shape(weight)[0])
-    programs = rows.num_blocks * cdiv(outs, BLOCK_O.value * (2 - gated))
+    programs = rows.num_blocks * cdiv(outs, wide)
     hopper_experts_kernel[(min(dispatch.gpu_of(x.device).sms, programs),)](
         descriptor(x, ROWS.value, BLOCK_I.value),
         x,
         weight_desc,
+        more_desc,
         words,
         scales,
         bias_EO,
