@@ -8,8 +8,8 @@ As in hopper_gated.py, programs stay on their SMs and go from tile to tile, a pr
 inputs ahead of them, and two warpgroups of 64 rows share each tile of the weight, gate and up as one matmul.
 TMA sees the experts as the rows of one weight. Tokens' rows are not beside each other, so four producer warps
 copy them, 16 bytes a thread. A tile's rows beyond its expert's last one are multiplied and not stored. A
-warpgroup all of whose rows are beyond it multiplies nothing. A tile of outputs has 256 weight rows, or 320 if an
-expert's are cut into fewer so: 2,880 outputs are 9 such tiles, and 11 and a quarter of the others.
+warpgroup all of whose rows are beyond it multiplies nothing. A tile of outputs has 256 weight rows, or 320 if
+less of the last tile is beyond the expert's: 2,880 outputs are 9 tiles of 320, and 11 and a quarter of 256.
 
 Tiles are taken in bands of 4 tiles of rows, so that what runs side by side reads few rows and weights, from
 the L2 cache.
