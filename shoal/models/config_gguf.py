@@ -172,11 +172,8 @@ def _shown_by_tensors(shapes: Shapes) -> dict[str, Any]:
 
 def _rows_by_layer(shapes: Shapes, name: str) -> list[int]:
     """The rows of the layers' tensors of this name, in the order of the layers."""
-    found = {
-        int(own.split(".")[1]): shape[0]
-        for own, shape in shapes.items()
-        if re.fullmatch(rf"blk\.\d+\.{name}", own)
-    }
+    layer = re.compile(rf"blk\.([0-9]{{1,9}})\.{re.escape(name)}")
+    found = {int(match[1]): shape[0] for own, shape in shapes.items() if (match := layer.fullmatch(own))}
     return [found[i] for i in sorted(found)]
 
 
