@@ -8,7 +8,7 @@ The weights are the left operand. Four producer warps copy rows, words and scale
 are, some stages ahead. Two warpgroups share a tile's rows. Each reads the words of 2 x 64 outputs, in the
 order of tensor cores (gpu_weight.py), and widens them in the registers that are wgmma's left operand: gate
 and up, or 128 outputs. So a weight is read packed, and widened once for all rows of a tile. While one part is
-multiplied, the next one is widened.
+multiplied, the next one is widened, and the words of the one after it are read.
 
 Figures are in benchmarks/results/matmul.md. I inputs · O outputs (F of a gated matmul, whose weight has 2F
 rows an expert). The oracle is moe/reference.py.
@@ -159,12 +159,19 @@ def _four(scales):
 
 
 @gluon.jit
-def _operand(words_smem, scales_smem, dtype: gl.constexpr, mma: gl.constexpr):
+def _load_part(words_smem, scales_smem, place):
+    """Returns the words and the scales of a part of a step."""
+    words = words_smem.index(place).load(WORDS_LAYOUT)
+    scales = scales_smem.index(place).permute((0, 2, 1)).load(gl.SliceLayout(2, SCALES_LAYOUT))
+    return words, scales
+
+
+@gluon.jit
+def _operand(found, dtype: gl.constexpr, mma: gl.constexpr):
     """Returns the weights of 64 outputs and 64 inputs, [64, 64]. A lane, 4 g + c, has outputs g + 8 h and of
     each 16 inputs 8 u + 2 c + e; e counts the halves of a word."""
     NUMBERS: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    words = words_smem.load(WORDS_LAYOUT)
-    scales = scales_smem.permute((0, 2, 1)).load(gl.SliceLayout(2, SCALES_LAYOUT))
+    words, scales = found
     low, high = halves(scales[:, :, None, :] + gl.zeros([4, 8, 4, 2], gl.int32, SCALES_LAYOUT))
     low, high = _four(low), _four(high)
     top = gl.join(
@@ -243,15 +250,20 @@ def _multiply_item(
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
         fence_async_shared()  # Tensor cores see what threads copied.
+        place = 2 * (stage * DEPTH * WARPGROUPS + WARPGROUP)
+        packed = _load_part(words_smem, scales_smem, place)
         for i in gl.static_range(DEPTH):
             rows = x_smem.index(stage * DEPTH + i).permute((1, 0))
-            place = 2 * ((stage * DEPTH + i) * WARPGROUPS + WARPGROUP)
-            weights = _operand(words_smem.index(place), scales_smem.index(place), dtype, mma)
+            weights = _operand(packed, dtype, mma)
+            packed = _load_part(words_smem, scales_smem, place + 1)
             sums = warpgroup_mma(weights, rows, sums, is_async=True)
             sums, up = warpgroup_mma_wait(1, deps=[sums, up])
             if i == 0:  # The stage before is free again.
                 mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
-            weights = _operand(words_smem.index(place + 1), scales_smem.index(place + 1), dtype, mma)
+            weights = _operand(packed, dtype, mma)
+            place += 2 * WARPGROUPS
+            if i + 1 < DEPTH:
+                packed = _load_part(words_smem, scales_smem, place)
             up = warpgroup_mma(weights, rows, up, is_async=True)
             sums, up = warpgroup_mma_wait(1, deps=[sums, up])
         count += 1
