@@ -33,7 +33,6 @@ if HAS_GLUON:
     from shoal.kernels.latent.hopper_decode import hopper_latent_attention, takes_latents
 
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
-HOPPER_MIN_SPLIT = 128  # the same, of hopper_decode.py
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
 
@@ -155,7 +154,7 @@ class TritonLatentBackend:
                     self.workspace,
                     kind.scale,
                     splits=self.splits(step, num_tiles, self.num_sms),
-                    min_split=HOPPER_MIN_SPLIT,
+                    min_split=MIN_SPLIT,
                     num_seqs=step.num_decodes,
                     queries=step.queries,
                     num_sms=self.num_sms,

@@ -26,6 +26,7 @@ FOLDER = Path(next(iter(shoal.kernels.__path__)))
 FP8 = torch.float8_e4m3fn
 # Imports whose names `load` gives a file instead.
 REPLACED = ("from triton", "from shoal.kernels.hopper", "from shoal.kernels.pdl", "from shoal.kernels.matmul")
+WAITS = "start_next", "wait_for_previous", "wait_for_inputs", "wait_then_start_next"
 
 
 class Pointer:
@@ -516,7 +517,7 @@ def load(
         warpgroup_mma_wait=lambda _, deps: deps if len(deps) > 1 else deps[0],
         fence_async_shared=lambda: None,
         barrier=lambda: None,
-        wait_for_inputs=lambda _: None,
+        **dict.fromkeys(WAITS, lambda _: None),
         pdl_options=lambda: {"PDL": False},
         TensorDescriptor=Descriptor,
         **others,

@@ -29,7 +29,7 @@ from shoal.kernels.attention.paged_attention import LOG2_E
 from shoal.kernels.hopper import barrier
 from shoal.kernels.latent.attention import MAX_TILE_ROWS, LatentParts, LatentWorkspace
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul.hopper_linear import wait_for_inputs
+from shoal.kernels.matmul.hopper_linear import start_next, wait_for_inputs, wait_for_previous
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.latent import LatentKind
@@ -91,6 +91,38 @@ def _split(kv_lens_ptr, splits, min_split, ROW_TILES: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_queries(
+    q_ptr,
+    q_ring,
+    seq,
+    first_row,
+    turn,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    ROTARY: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Copies a tile of a sequence's rows of queries. Rows that are not there become zeros."""
+    q_c, q_r, q_full, q_free = q_ring
+    N: gl.constexpr = C + ROTARY
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    column = gl.arange(0, C // 2, gl.SliceLayout(0, copied))[None, :]
+    rotary = C + gl.arange(0, ROTARY, gl.SliceLayout(0, copied))[None, :]
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    slot = turn % STAGES
+    mbarrier.wait(q_free.index(slot), (turn // STAGES & 1) ^ 1)
+    is_row = (first_row + row < R)[:, None]
+    q_ptrs = q_ptr + (seq.to(gl.int64) * R + first_row + row)[:, None] * N
+    for half in gl.static_range(2):
+        async_copy.async_copy_global_to_shared(
+            q_c.index(2 * slot + half), q_ptrs + half * (C // 2) + column, mask=is_row
+        )
+    async_copy.async_copy_global_to_shared(q_r.index(slot), q_ptrs + rotary, mask=is_row)
+    async_copy.mbarrier_arrive(q_full.index(slot), increment_count=False)
+
+
+@gluon.jit
 def _fetch(
     q_ptr,
     cache_ptr,
@@ -109,9 +141,12 @@ def _fetch(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    NEW: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """The work of the producer warps. Keys that are not there become zeros."""
-    q_c, q_r, q_full, q_free = q_ring
+    """The work of the producer warps. Keys that are not there become zeros. NEW > 0: it has not waited yet
+    for the kernels before. It copies keys first, up to STAGES tiles without the NEW newest ones, which are
+    the step's."""
     c_smem, r_smem, full, free = key_ring
     at_piece, end_piece, _most, seq, within = share
     N: gl.constexpr = C + ROTARY
@@ -119,7 +154,6 @@ def _fetch(
     column = gl.arange(0, C // 2, gl.SliceLayout(0, copied))[None, :]
     rotary = C + gl.arange(0, ROTARY, gl.SliceLayout(0, copied))[None, :]
     key = gl.arange(0, KEYS, gl.SliceLayout(1, copied))
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     turn, count = 0, 0
     last = num_seqs - 1
     kv_len = gl.load(kv_lens_ptr + gl.minimum(seq, last), cache_modifier=".cg")
@@ -133,34 +167,30 @@ def _fetch(
         stop = gl.minimum(tiles, begin + end_piece - at_piece)
         blocks_ptr = table_ptr + table_row.to(gl.int64) * stride_table
 
-        slot = turn % STAGES
-        mbarrier.wait(q_free.index(slot), (turn // STAGES & 1) ^ 1)
-        first_row = row_tile * BLOCK_M
-        is_row = (first_row + row < R)[:, None]
-        q_ptrs = q_ptr + (seq.to(gl.int64) * R + first_row + row)[:, None] * N
-        for half in gl.static_range(2):
-            async_copy.async_copy_global_to_shared(
-                q_c.index(2 * slot + half), q_ptrs + half * (C // 2) + column, mask=is_row
-            )
-        async_copy.async_copy_global_to_shared(q_r.index(slot), q_ptrs + rotary, mask=is_row)
-        async_copy.mbarrier_arrive(q_full.index(slot), increment_count=False)
+        early = begin
+        if NEW > 0:
+            early = gl.maximum(begin, gl.minimum(gl.minimum(begin + STAGES, stop), (kv_len - NEW) // KEYS))
+        for tile in range(begin, stop + 1):
+            if tile == early:
+                if NEW > 0:
+                    wait_for_previous(PDL)
+                _fetch_queries(q_ptr, q_ring, seq, row_tile * BLOCK_M, turn, R, C, ROTARY, BLOCK_M, STAGES)
+            if tile < stop:
+                stage = count % STAGES
+                keys = tile * KEYS + key
+                there = keys < kv_len
+                blocks = gl.load(blocks_ptr + keys // BLOCK_SIZE, mask=there, other=0, cache_modifier=".cg")
+                lines = blocks.to(gl.int64) * stride_block + keys % BLOCK_SIZE * N
+                key_ptrs, there = cache_ptr + lines[:, None], there[:, None]
+                mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+                for half in gl.static_range(2):
+                    async_copy.async_copy_global_to_shared(
+                        c_smem.index(2 * stage + half), key_ptrs + half * (C // 2) + column, mask=there
+                    )
+                async_copy.async_copy_global_to_shared(r_smem.index(stage), key_ptrs + rotary, mask=there)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                count += 1
         turn += 1
-
-        for tile in range(begin, stop):
-            stage = count % STAGES
-            keys = tile * KEYS + key
-            there = keys < kv_len
-            blocks = gl.load(blocks_ptr + keys // BLOCK_SIZE, mask=there, other=0, cache_modifier=".cg")
-            lines = blocks.to(gl.int64) * stride_block + keys % BLOCK_SIZE * N
-            key_ptrs, there = cache_ptr + lines[:, None], there[:, None]
-            mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            for half in gl.static_range(2):
-                async_copy.async_copy_global_to_shared(
-                    c_smem.index(2 * stage + half), key_ptrs + half * (C // 2) + column, mask=there
-                )
-            async_copy.async_copy_global_to_shared(r_smem.index(stage), key_ptrs + rotary, mask=there)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            count += 1
         at_piece += stop - begin
         within += stop - begin
         if within == tiles * ((R + BLOCK_M - 1) // BLOCK_M):
@@ -385,7 +415,10 @@ def hopper_latent_kernel(
     else:
         share = _share(kv_lens_ptr, num_seqs, ROW_TILES)
     q_ring, key_ring = (q_c, q_r, q_full, q_free), (c_smem, r_smem, full, free)
-    wait_for_inputs(PDL)
+    if LEAVES:
+        start_next(PDL)  # The warps that copy wait, and the others for them.
+    else:
+        wait_for_inputs(PDL)
     gl.warp_specialize(
         [
             (
@@ -454,11 +487,13 @@ def hopper_latent_kernel(
                     BLOCK_SIZE,
                     BLOCK_M,
                     STAGES,
+                    R // H if LEAVES else 0,
+                    PDL,
                 ),
             ),
         ],
         [4, 4],
-        [184, 64] if LEAVES else [208, 80],
+        [208, 80],
     )  # warps, and registers a thread, of all but the first
 
 
@@ -525,7 +560,7 @@ def hopper_latent_attention(
         STAGES=2,
         LEAVES=leaves,
         num_warps=4,
-        maxnreg=144 if leaves else 168,
+        maxnreg=168,
         **pdl_options(),
     )
     if not leaves:

@@ -19,6 +19,7 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kinds.attention import QueryScaling
 
 MAX_TILE = 64  # rows of a tile
+TILE_OUTS, FEW_TILE_OUTS = 64, 32  # outputs of a program, and of one for few tokens
 FEW_TOKENS = 4  # More of them read a head's matrix together.
 
 
@@ -271,7 +272,7 @@ def _launch(
     num_rows, num_heads = out.shape[:2]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     assert numbers.stride(-1) == 1 and out.stride(2) == 1
-    block_n = min(max(16, next_power_of_2(outputs)), 64)
+    block_n = min(max(16, next_power_of_2(outputs)), FEW_TILE_OUTS if few else TILE_OUTS)
     tiles = num_heads, cdiv(outputs, block_n) + (rotary > 0)
     shared = dict(
         K=inputs,

@@ -39,15 +39,47 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
+def _signal_next():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _wait():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def wait_for_inputs(PDL: gl.constexpr):
     """The function of pdl.py, in Gluon."""
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _signal_next()
+        _wait()
+
+
+@gluon.jit
+def wait_then_start_next(PDL: gl.constexpr):
+    """The function of pdl.py, in Gluon."""
+    if PDL:
+        _wait()
+        _signal_next()
+
+
+@gluon.jit
+def start_next(PDL: gl.constexpr):
+    """The function of pdl.py, in Gluon."""
+    if PDL:
+        _signal_next()
+
+
+@gluon.jit
+def wait_for_previous(PDL: gl.constexpr):
+    """The function of pdl.py, in Gluon."""
+    if PDL:
+        _wait()
 
 
 @gluon.jit
