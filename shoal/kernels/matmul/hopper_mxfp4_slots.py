@@ -8,7 +8,8 @@ every n-th step of 64 inputs of a tile of 16 outputs; the sums of a program's wa
 No other program has a part of the sum, so none waits for another one.
 
 The first matmul has a program for each slot and tile of 16 outputs, gate and up. The second one has a program
-for each token and tile, whose warps are divided among the token's K slots, and adds these by weight.
+for each token and tile, whose warps are divided among the token's K slots, and adds these by weight. It
+starts once the experts are known, while the first one runs, and has its first weights before it waits.
 
 I inputs · O outputs (F of a gated matmul, whose weight has 2F rows an expert). The oracle: moe/reference.py.
 """
@@ -19,7 +20,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from shoal.kernels.matmul.hopper_linear import gate_mul, squared_relu, wait_for_inputs
+from shoal.kernels.matmul.hopper_linear import gate_mul, squared_relu, wait_for_inputs, wait_then_start_next
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
 from shoal.kernels.matmul.mxfp4_pairs import halves, placed, scaled
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight
@@ -28,6 +29,8 @@ from shoal.kernels.rounding import next_power_of_2
 from shoal.kinds.experts import Activation
 
 STEP: gl.constexpr = gl.constexpr(64)  # inputs
+# Warps of a program, and rounds that are read at once.
+GATE_UP, DOWN = (8, 1), (8, 4)
 
 
 @gluon.jit
@@ -162,16 +165,19 @@ def hopper_mxfp4_slots_kernel(
     warp, lane = gl.arange(0, WARPS, gl.SliceLayout(1, layout)), gl.arange(0, 32, gl.SliceLayout(0, layout))
     tile, rows = gl.program_id(0), gl.program_id(1)
     steps = inputs // STEP
-    wait_for_inputs(PDL)
+    if not SUM:
+        wait_then_start_next(PDL)
     slot = _slot(warp, rows, K, PARTS, SUM)
     words_slot = _slot(words_warp, rows, K, PARTS, SUM)
     scales_slot = _slot(scales_warp, rows, K, PARTS, SUM)
     row = slot if SUM else slot // K
     tiles = outs // 16
-    first_tile = gl.load(experts_ptr + words_slot).to(gl.int64) * ((1 + GATED) * tiles) + tile
+    expert = gl.load(experts_ptr + words_slot, cache_modifier=".cg").to(gl.int64)
+    first_tile = expert * ((1 + GATED) * tiles) + tile
     words_ptrs = words_ptr + (first_tile * (steps * 128) + words_warp % PARTS * 128)[:, None, None]
     words_ptrs += words_lane[None, :, None] * 4 + word[None, None, :]
-    first_tile = gl.load(experts_ptr + scales_slot).to(gl.int64) * ((1 + GATED) * tiles) + tile
+    expert = gl.load(experts_ptr + scales_slot, cache_modifier=".cg").to(gl.int64)
+    first_tile = expert * ((1 + GATED) * tiles) + tile
     scales_ptrs = scales_ptr + (first_tile * (steps * 16) + scales_warp % PARTS * 16)[:, None, None]
     scales_ptrs += scales_lane[None, :, None] // 4 + group[None, None, :] * 8
     words_step = (words_warp % PARTS)[:, None, None] + words_lane[None, :, None] * 0 + word[None, None, :] * 0
@@ -187,6 +193,9 @@ def hopper_mxfp4_slots_kernel(
     to_up = tiles.to(gl.int64) * steps
     words = _load_rounds(words_ptrs, words_step, 0, to_up * 128, steps, 128, PARTS, ROUNDS, GATED)
     scales = _load_rounds(scales_ptrs, scales_step, 0, to_up * 16, steps, 16, PARTS, ROUNDS, GATED)
+    if SUM:
+        _keep_order()
+        wait_for_inputs(PDL)
     for start in range(0, gl.cdiv(steps, PARTS), ROUNDS):
         # The next rounds are on their way while these are multiplied.
         ahead = start + ROUNDS
@@ -266,10 +275,10 @@ def mxfp4_slots_matmul(
     assert outs % 16 == inputs % STEP.value == 0 and (activation is None) == (rows.shares is not None)
     if activation is None:
         slots = next_power_of_2(rows.top_k)
-        parts, rounds = max(1, 8 // slots), 4
+        parts, rounds = max(1, DOWN[0] // slots), DOWN[1]
         warps = slots * parts
     else:
-        warps, parts, rounds = 4, 4, 2
+        warps, parts, rounds = GATE_UP[0], GATE_UP[0], GATE_UP[1]
     hopper_mxfp4_slots_kernel[(outs // 16, rows.num_blocks)](
         x.view(torch.int32),
         weight.words,
