@@ -111,6 +111,15 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def norm_float_linear(
+        self,
+        x_TD: torch.Tensor,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def qk_norm_rope_store(
         self,
         qkv_TX: torch.Tensor,

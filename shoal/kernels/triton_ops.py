@@ -6,7 +6,7 @@ from shoal.kernels.batch import apply_updates, begin_decode, copy_ints, copy_row
 from shoal.kernels.branches import fork_norms, join_norms
 from shoal.kernels.gate import gate_output
 from shoal.kernels.latent.store import norm_rope_store as latent_norm_rope_store
-from shoal.kernels.matmul.float_linear import float_linear
+from shoal.kernels.matmul.float_linear import float_linear, norm_float_linear
 from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_gated, norm_linear
 from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_normed, add_rms_norm, rms_norm
@@ -60,6 +60,7 @@ __all__ = [
     "mamba2",
     "mamba_mixer",
     "moe",
+    "norm_float_linear",
     "norm_linear",
     "penalize",
     "put_samples",

@@ -198,9 +198,10 @@ class RouterLayer(Linear):
         self, norm: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the norm of residual + x, which becomes the residual, and its logits."""
-        if x_TD is None and isinstance(self.format, PlainWeight) and not self.router.float32:
+        if x_TD is None and isinstance(self.format, PlainWeight):
             weights = norm.weight, norm.eps, self.plain_weight(), self.bias
-            return self.ops.norm_linear(residual_TD, *weights)
+            matmul = self.ops.norm_float_linear if self.router.float32 else self.ops.norm_linear
+            return matmul(residual_TD, *weights)
         normed_TD = norm.add(x_TD, residual_TD)
         return normed_TD, self(normed_TD)
 

@@ -111,6 +111,11 @@ def test_matmuls_with_a_weight_in_float32(outs: int, inputs: int, rows: int, dty
     exact = x.double() @ weight.double().T + bias.double()
     found = triton_ops.float_linear(x, weight, bias).double()
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-6 * inputs)
+    norm_weight = randn(inputs, dtype=dtype)
+    normed, of_norm = triton_ops.norm_float_linear(x, norm_weight, 1e-5, weight, bias)
+    torch.testing.assert_close(normed, triton_ops.rms_norm(x, norm_weight, 1e-5), **TOLERANCES[dtype])
+    exact = normed.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(of_norm.double(), exact, rtol=0, atol=2e-6 * inputs)
 
 
 @DTYPES

@@ -146,7 +146,7 @@ def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("rows", "outs", "columns"), [(1, 128, 2048), (1, 257, 2048), (2, 128, 2048), (1, 8, 4096)]
+    ("rows", "outs", "columns"), [(1, 128, 2048), (1, 257, 2048), (2, 128, 2048), (1, 8, 4096), (1, 32, 2880)]
 )
 def test_a_norm_is_returned_with_its_matmul(rows: int, outs: int, columns: int) -> None:
     torch.manual_seed(0)

@@ -58,6 +58,7 @@ __all__ = [
     "mamba2",
     "mamba_mixer",
     "moe",
+    "norm_float_linear",
     "norm_linear",
     "penalize",
     "put_samples",
@@ -112,6 +113,17 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     normed_TD = rms_norm(x_TD, norm_weight_D, eps)
     return normed_TD, linear(normed_TD, weight, bias)
+
+
+def norm_float_linear(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_TD = rms_norm(x_TD, norm_weight_D, eps)
+    return normed_TD, float_linear(normed_TD, weight, bias)
 
 
 def add_norm_linear(

@@ -43,6 +43,8 @@ MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
 MXFP4_EXPERT_ROWS, FEW_EXPERT_ROWS = 64, 24
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
+# A weight of as few rows takes one wide row at once, and its norm.
+FEW_OUTS, WIDE_INPUTS = 256, 4096
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
 EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it varies
@@ -249,7 +251,8 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
         if shape.before is Before.NORM and _is_for_row_pipeline(shape, rows, dtype, gpu):
             return Matmul(Kernel.HOPPER_ROW, norms=True)
-        if rows == 1 and dtype in TENSOR_TYPES and shape.inputs <= limits.normed_inputs:
+        narrow = shape.inputs <= limits.normed_inputs or _has_few_outs(shape)
+        if rows == 1 and dtype in TENSOR_TYPES and narrow:
             return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape), norms=True)
     if _is_for_hopper_gated(shape, rows, dtype, gpu):
         return Matmul(Kernel.HOPPER_GATED)
@@ -303,6 +306,11 @@ def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) 
     )
 
 
+def _has_few_outs(shape: Shape) -> bool:
+    """Says if this is a weight of few rows, such as a router, with wide but not the widest inputs."""
+    return shape.weight_rows <= FEW_OUTS and shape.inputs <= WIDE_INPUTS
+
+
 def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     columns = shape.inputs
     if columns <= 1024:
@@ -310,8 +318,12 @@ def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     if columns <= 2048:
         return ElementwiseTiles(2, 2048, 8 if shape.weight_rows <= 1024 else 4)
     # Whole rows: all of them are in flight before the wait.
+    if _has_few_outs(shape):
+        return ElementwiseTiles(1, WIDE_INPUTS, 8)
     if 3072 < columns <= 4096:
         return ElementwiseTiles(1, 4096, 4) if shape.gated else ElementwiseTiles(2, 4096, 8)
+    if columns <= 3072 and shape.before is Before.NOTHING and not shape.gated:
+        return ElementwiseTiles(4, 1024, 4)  # linear.py has all tiles of these in flight, too.
     return ElementwiseTiles(2, 1024, 4)  # Small tiles: more of them are there at once.
 
 

@@ -49,6 +49,7 @@ if HAS_GLUON:
 PREFETCHED_BYTES = tl.constexpr(2048)  # by a thread
 ALIGNED_OUTS = 8  # outputs of 16 bits in 16 bytes
 PADDED_FROM = 1024  # More rows are worth a padded copy of their weight.
+MOST_AHEAD = 4  # tiles of a row that have room in registers
 FLAGS_LOCK = threading.Lock()  # for PyTorch's flags of matmuls, which engines in several threads share
 
 
@@ -88,13 +89,15 @@ def _vector_kernel(
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The matmul of T <= BLOCK_T rows, elementwise. EVEN: the inputs are whole tiles. WHOLE: they are one
-    tile. PREFETCH: the tiles after the first are brought into the L2 cache.
+    tile. PREFETCH: the tiles after the first are brought into the L2 cache. AHEAD: the tiles of a
+    plain matmul, all of which are loaded before the inputs are there; 0: only the first is.
 
     With `norm_ptr`, x is replaced by its RMSNorm, weighted by it. With `residual_ptr` too, x + residual takes
     the place of x, and the first program leaves that sum in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
@@ -118,6 +121,10 @@ def _vector_kernel(
         up_weight = tl.load(up_ptrs, mask=in_tile, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column < I, other=0.0)
+    ahead = (weight,)
+    for i in tl.static_range(1, AHEAD):
+        inside = in_out if EVEN else in_out & (i * BLOCK_I + column < I)
+        ahead = ahead + (tl.load(weight_ptrs + i * BLOCK_I, mask=inside, other=0.0),)  # type: ignore
     if PREFETCH and PDL:
         end = tl.minimum(first + BLOCK_O, O)
         _prefetch_rows(weight_ptr, first, end, I, PDL)
@@ -132,7 +139,11 @@ def _vector_kernel(
     sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
     up_sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_I), tl.float32)
-    for start in range(0, BLOCK_I if WHOLE else I, BLOCK_I):
+    for i in tl.static_range(AHEAD):
+        in_x = in_row if EVEN else in_row & (i * BLOCK_I + column < I)
+        x = tl.load(x_ptr + offsets + i * BLOCK_I, mask=in_x, other=0.0)
+        sums += ahead[i].to(tl.float32) * x.to(tl.float32)
+    for start in range(0, 0 if AHEAD > 0 else BLOCK_I if WHOLE else I, BLOCK_I):
         next_start = start + BLOCK_I
         in_x = in_row if EVEN else in_row & (start + column < I)
         x = tl.load(x_ptr + offsets + start, mask=in_x, other=0.0)
@@ -363,7 +374,11 @@ def elementwise_matmul(
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
-    programs, whole = cdiv(outs, tiles.outs), columns <= tiles.columns
+    programs, num_tiles = cdiv(outs, tiles.outs), cdiv(columns, tiles.columns)
+    whole = num_tiles == 1
+    run_at_once = programs * tiles.num_warps <= dispatch.gpu_of(x_TI.device).limits.prefetched_warps
+    is_plain = rows == 1 and not gated and norm[0] is None
+    ahead = num_tiles if run_at_once and is_plain and 1 < num_tiles <= MOST_AHEAD else 0
     _vector_kernel[(programs + (norm[1] is not None),)](
         x_TI,
         *norm,
@@ -378,9 +393,8 @@ def elementwise_matmul(
         ADD=residual_TO is not None,
         EVEN=columns % tiles.columns == 0,
         WHOLE=whole,
-        PREFETCH=not whole
-        and columns % 8 == 0
-        and programs * tiles.num_warps <= dispatch.gpu_of(x_TI.device).limits.prefetched_warps,
+        AHEAD=ahead,
+        PREFETCH=run_at_once and not whole and not ahead and columns % 8 == 0,
         BLOCK_T=next_power_of_2(rows),
         BLOCK_O=tiles.outs,
         BLOCK_I=tiles.columns,

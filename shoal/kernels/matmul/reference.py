@@ -48,6 +48,18 @@ def norm_linear(
     return normed_TD, linear(normed_TD, weight, bias)
 
 
+def norm_float_linear(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the norm of x, and `float_linear` of it."""
+    normed_TD = rms_norm(x_TD, norm_weight_D, eps)
+    return normed_TD, float_linear(normed_TD, weight, bias)
+
+
 def add_norm_linear(
     x_TD: torch.Tensor | None,
     residual_TD: torch.Tensor,

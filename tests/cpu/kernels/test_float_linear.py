@@ -7,7 +7,8 @@ import torch
 from triton_compile import check_kernels
 
 from shoal.kernels.matmul import float_linear as kernels
-from shoal.kernels.matmul.float_linear import float_linear
+from shoal.kernels.matmul.float_linear import float_linear, norm_float_linear
+from shoal.kernels.norm import rms_norm
 
 # Routers of GLM-4.7-Flash, DeepSeek V3 and DeepSeek V2 Lite.
 LAUNCHES = {
@@ -16,7 +17,27 @@ LAUNCHES = {
     )
     for outs, inputs in ((64, 2048), (256, 7168))
     for rows in (1, 4, 256, 2000)
+} | {
+    f"norm of {rows} rows": lambda rows=rows: norm_float_linear(
+        torch.zeros(rows, 2048, dtype=torch.bfloat16),
+        torch.zeros(2048, dtype=torch.bfloat16),
+        1e-5,
+        torch.zeros(64, 2048),
+        None,
+    )
+    for rows in (1, 16)
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows, outs, inputs", [(1, 5, 100), (16, 7, 128), (0, 8, 16)])
+def test_a_norm_before_is_rounded_as_a_kernel_of_its_own_rounds_it(rows, outs, inputs, dtype):
+    torch.manual_seed(rows)
+    x, norm_weight = torch.randn(rows, inputs).to(dtype), torch.randn(inputs).to(dtype)
+    weight, bias = torch.randn(outs, inputs), torch.randn(outs)
+    normed, found = norm_float_linear(x, norm_weight, 1e-5, weight, bias)
+    assert torch.equal(normed, rms_norm(x, norm_weight, 1e-5))
+    assert torch.equal(found, float_linear(normed, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
