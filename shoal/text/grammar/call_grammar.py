@@ -30,6 +30,9 @@ from shoal.text.reading.call_syntax import CallSyntax, PairedArguments, TaggedAr
 PLAIN = r"[^'\\\x00-\x08\x0b\x0c\x0e-\x1f]"
 ESCAPE = r"\\([\\'\x22bfnrt]|u[0-9A-Fa-f]{4})"
 
+# A newline behind the last call, where calls are separated by newlines, must not force another call.
+BLANK_LINES = r"/\n{0,2}/"
+
 
 def call_grammar(
     syntaxes: Sequence[CallSyntax], schemas: Mapping[str, dict[str, Any]], many: bool, opening: str = ""
@@ -92,6 +95,8 @@ class CallWriter:
 
     def _and_more(self, first: str, syntax: CallSyntax, many: bool) -> str:
         more = f" ({self._call(syntax, syntax.separator)})*" if many and not syntax.is_single else ""
+        if more and syntax.separator.startswith("\n") and not syntax.end:
+            more += f" {BLANK_LINES}"
         end = f" ({lark_text(syntax.end)})?" if syntax.may_end else ""
         return _joined("", f"({first}){more}{end}", "" if end else syntax.end)
 

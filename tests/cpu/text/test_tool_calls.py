@@ -431,6 +431,16 @@ def test_beside_a_format_a_choice_of_calls_wins_and_none_leaves_the_format(serve
     assert not can_write(CALL, served.last_request().params)
 
 
+def test_a_newline_after_the_last_call_does_not_force_another_one():
+    """Regression: a small model ended its line, and then had to repeat its call."""
+    for parallel in (None, False):
+        params = SamplingParams()
+        plan_tools([TOOL, OTHER], "required", parallel, "hermes").constrain(params, "hermes", "none", {})
+        assert can_write(CALL, params)
+        assert can_write(f"{CALL}\n\n", params) == can_write(f"{CALL}\n{NOW}", params) == (parallel is None)
+        assert not can_write(f"{CALL}\n\n\n", params)
+
+
 def test_beside_a_format_llamas_calls_may_be_written():
     text = json.dumps(PERSON["json_schema"]["schema"])
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
