@@ -45,6 +45,15 @@ def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[GGUFTe
     return GGUFTensor(kind, (rows, columns), data), torch.from_numpy(expected)
 
 
+def random_mxfp4(rows: int = 37, columns: int = 768, seed: int = 0) -> tuple[Mxfp4Tensor, torch.Tensor]:
+    print("seed", seed)
+    data = np.random.default_rng(seed).integers(0, 256, (rows, columns // 32, 17), dtype=np.uint8)
+    data[..., 0] = data[..., 0] % 60 + 100
+    data = data.reshape(rows, -1)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.MXFP4)
+    return Mxfp4Tensor.of_ggml(torch.from_numpy(data)), torch.from_numpy(expected)
+
+
 def test_types_and_their_group_sizes_are_those_of_ggml():
     for number, (name, *sizes) in TYPES.items():
         assert gguf.GGMLQuantizationType(number).name == name
@@ -66,14 +75,8 @@ def test_dequantized_values_equal_those_of_the_gguf_package(kind):
 
 
 def test_mxfp4_of_ggml_equals_that_of_the_gguf_package():
-    seed = 0
-    print("seed", seed)
-    data = np.random.default_rng(seed).integers(0, 256, (37, 24, 17), dtype=np.uint8)
-    data[..., 0] = data[..., 0] % 60 + 100
-    data = data.reshape(37, -1)
-    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.MXFP4)
-    tensor = Mxfp4Tensor.of_ggml(torch.from_numpy(data))
-    assert torch.equal(tensor.dequantize(), torch.from_numpy(expected))
+    tensor, expected = random_mxfp4()
+    assert torch.equal(tensor.dequantize(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
