@@ -33,6 +33,7 @@ if HAS_GLUON:
     from shoal.kernels.latent.hopper_decode import hopper_latent_attention, takes_latents
 
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
+HOPPER_SPLITS = 48  # The matmul with V adds as many parts of hopper_decode.py at most.
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
 
@@ -153,7 +154,7 @@ class TritonLatentBackend:
                     *places,
                     self.workspace,
                     kind.scale,
-                    splits=self.splits(step, num_tiles, self.num_sms),
+                    splits=min(HOPPER_SPLITS, self.splits(step, num_tiles, self.num_sms)),
                     min_split=MIN_SPLIT,
                     num_seqs=step.num_decodes,
                     queries=step.queries,
