@@ -323,7 +323,7 @@ def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     if 3072 < columns <= 4096:
         return ElementwiseTiles(1, 4096, 4) if shape.gated else ElementwiseTiles(2, 4096, 8)
     if columns <= 3072 and shape.before is Before.NOTHING and not shape.gated:
-        return ElementwiseTiles(4, 1024, 4)  # linear.py has all tiles of these in flight, too.
+        return ElementwiseTiles(4, 1024, 8)  # linear.py has all tiles of these in flight, too.
     return ElementwiseTiles(2, 1024, 4)  # Small tiles: more of them are there at once.
 
 

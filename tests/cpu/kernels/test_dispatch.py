@@ -58,7 +58,7 @@ H200_TABLE = [
         (3072, 1024, NORM, GATED),
         {1: elementwise(8, 512, 4, norms=True), 64: hopper(64, 32), 4096: MANY_GATED},
     ),
-    ((1024, 3072, NOTHING, ADD), {1: elementwise(4, 1024, 4), 8: hopper(8, 64, 3), 4096: CUBLAS}),
+    ((1024, 3072, NOTHING, ADD), {1: elementwise(4, 1024, 8), 8: hopper(8, 64, 3), 4096: CUBLAS}),
     (
         (151936, 1024, NOTHING, PLAIN),
         {1: elementwise(8, 512, 4), 4: tensor_cores(16, 64, 128, 4, 5), 64: CUBLAS},
