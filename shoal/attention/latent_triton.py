@@ -33,7 +33,8 @@ if HAS_GLUON:
     from shoal.kernels.latent.hopper_decode import hopper_latent_attention, takes_latents
 
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
-HOPPER_SPLITS = 48  # The matmul with V adds as many parts of hopper_decode.py at most.
+# The most programs of hopper_decode.py that share a sequence's keys: the matmul with V adds their parts.
+HOPPER_SPLITS = 48
 # The most memory for keys and values made of cached latents. A step that would take more is absorbed.
 MAX_EXPANDED_BYTES = 1 << 29
 

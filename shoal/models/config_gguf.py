@@ -32,6 +32,7 @@ KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 Shapes = Mapping[str, tuple[int, ...]]
+LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+)")  # the number of a layer, and the name in it
 
 
 def config_from_gguf(
@@ -172,8 +173,11 @@ def _shown_by_tensors(shapes: Shapes) -> dict[str, Any]:
 
 def _rows_by_layer(shapes: Shapes, name: str) -> list[int]:
     """The rows of the layers' tensors of this name, in the order of the layers."""
-    layer = re.compile(rf"blk\.([0-9]{{1,9}})\.{re.escape(name)}")
-    found = {int(match[1]): shape[0] for own, shape in shapes.items() if (match := layer.fullmatch(own))}
+    found = {
+        int(layer[1]): shape[0]
+        for own, shape in shapes.items()
+        if (layer := LAYER_TENSOR.fullmatch(own)) and layer[2] == name
+    }
     return [found[i] for i in sorted(found)]
 
 

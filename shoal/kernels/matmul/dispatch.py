@@ -33,8 +33,8 @@ INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # tile_matmul.py has these.
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_ROW_SPLITS = 8
-# In 16 bits, more rows of an expert than the first number, on average, have tiles of 32, as many experts
-# would need two of 16. More than the second have tiles of 64.
+# The most rows of an expert, on average, for which weights in 16 bits have tiles of 16 rows, and of 32. An
+# expert with more rows than a tile reads its weights twice, and some have twice the average.
 SHORT_TILE_ROWS, MEDIUM_TILE_ROWS = 8, 20
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
@@ -43,7 +43,7 @@ MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
 MXFP4_EXPERT_ROWS, FEW_EXPERT_ROWS = 64, 24
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
-# A weight of as few rows takes one wide row at once, and its norm.
+# The most outputs and inputs of a router. A program of its kernel norms the row and multiplies it whole.
 FEW_OUTS, WIDE_INPUTS = 256, 4096
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
@@ -510,15 +510,18 @@ def choose_expert_tiles(
     slots = 4 * num_slots <= num_experts
     rows = num_slots / num_experts
     if dtype == torch.float32:
-        block_rows = 16 if rows <= 16 or slots else 32
+        block_rows = 16 if rows <= 16 else 32
     else:
         # More than 64 rows have no room in registers with fp8, whose groups have sums of their own, nor, but
         # on Hopper, with other weights in fewer bits.
         tall = all(of.bits == 16 or (gpu.hopper and not of.is_fp8) for of in formats)
-        block_rows = 16 if rows <= 16 or slots else 128 if rows > 64 and tall else 64
-        medium = SHORT_TILE_ROWS < rows <= MEDIUM_TILE_ROWS and not slots
-        if medium and all(of.bits == 16 for of in formats):
+        plain = all(of.bits == 16 for of in formats)
+        if rows <= (SHORT_TILE_ROWS if plain else 16):
+            block_rows = 16
+        elif plain and rows <= MEDIUM_TILE_ROWS:
             block_rows = 32
+        else:
+            block_rows = 128 if rows > 64 and tall else 64
     kernel, widened = ExpertKernel.TILES, False
     if _is_for_mxfp4(slots, sizes, formats, dtype, gpu) and rows <= MXFP4_EXPERT_ROWS:
         kernel = ExpertKernel.MXFP4_SLOTS if slots else ExpertKernel.MXFP4

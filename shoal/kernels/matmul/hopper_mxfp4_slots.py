@@ -275,10 +275,12 @@ def mxfp4_slots_matmul(
     assert outs % 16 == inputs % STEP.value == 0 and (activation is None) == (rows.shares is not None)
     if activation is None:
         slots = next_power_of_2(rows.top_k)
-        parts, rounds = max(1, DOWN[0] // slots), DOWN[1]
+        warps, rounds = DOWN
+        parts = max(1, warps // slots)
         warps = slots * parts
     else:
-        warps, parts, rounds = GATE_UP[0], GATE_UP[0], GATE_UP[1]
+        warps, rounds = GATE_UP
+        parts = warps
     hopper_mxfp4_slots_kernel[(outs // 16, rows.num_blocks)](
         x.view(torch.int32),
         weight.words,

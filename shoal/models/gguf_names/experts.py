@@ -1,4 +1,4 @@
-"""Names in GGUF files of mixtures that have shared experts: GLM and DeepSeek. No torch."""
+"""Names of experts and routers in GGUF files, and of the latents of DeepSeek and GLM. No torch."""
 
 from __future__ import annotations
 

@@ -3,16 +3,11 @@ activations are scaled token by token. ModelOpt may store other matrices of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros, join_fp8
 from shoal.models.layouts.layout import ONE, Layout, Stored, choice
-
-if TYPE_CHECKING:
-    pass
 
 ALGORITHMS = ("NVFP4", "FP8")
 MODELOPT_FP8 = Quantization("modelopt-fp8", 8, (0, 0), input_scales=True)

@@ -22,6 +22,7 @@ from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
 from shoal.models.checkpoint_names import Part, split
+from shoal.models.config_gguf import LAYER_TENSOR
 from shoal.models.registry import BY_GGUF
 from shoal.models.registry import BY_NAME as ARCHITECTURES
 from shoal.weights.gguf.header import ROPE_TENSORS, GGUFHeader, TensorInfo
@@ -59,7 +60,6 @@ LAYER_NAMES = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+)")
 FUSED = re.compile(r"model\.layers\.([0-9]{1,9})\.self_attn\.qkv_proj\.(weight|bias)")
 Matrix = torch.Tensor | GGUFTensor | Mxfp4Tensor  # or a vector
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
