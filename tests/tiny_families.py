@@ -725,6 +725,215 @@ FAMILIES["nemotron-latent"] = (
     dict(**NEMOTRON, hybrid_override_pattern="ME*M-", moe_latent_size=24),
     None,
 )
+
+
+def gelu(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """The name of the activation in Gemma's first configs, which stands for its approximation."""
+    config["hidden_act"] = "gelu"
+
+
+def letters(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """EXAONE's layers with and without windows as letters, which its layer_types repeat."""
+    config["sliding_window_pattern"] = "LLLG"
+
+
+def first_spelling(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["architectures"] = ["ExaoneMoEForCausalLM"]
+
+
+def numbers_by_layer(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Hunyuan-A13B's numbers of each layer."""
+    config["moe_topk"] = [config["moe_topk"]] * config["num_hidden_layers"]
+
+
+def flat_text(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Qwen2-VL's published config, which has the text model's fields beside the others, and its names."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {key: value for key, value in text.items() if key not in ("model_type", "layer_types")}
+    config["rope_theta"] = rope["rope_theta"]
+    config["rope_scaling"] = dict(type="mrope", mrope_section=rope["mrope_section"])
+    for key in [key for key in tensors if "language_model." in key]:
+        tensors[key.replace("language_model.", "")] = tensors.pop(key)
+
+
+def turned_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Qwen3-VL's experts as they are published, a row for each input."""
+    for key in [key for key in tensors if ".experts." in key]:
+        tensors[key] = tensors[key].transpose(1, 2)
+
+
+GLM_ROPE = dict(rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 0])
+GLM_VISION = dict(
+    depth=1,
+    hidden_size=32,
+    intermediate_size=32,
+    num_heads=2,
+    out_hidden_size=48,
+    patch_size=4,
+    image_size=16,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+# Experts by the names that DeepSeek's models and those after it have.
+ROUTED = dict(
+    head_dim=16,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.7,
+    n_group=4,
+    topk_group=2,
+)
+FAMILIES |= {
+    "cwm": (
+        "CwmConfig",
+        dict(head_dim=16, num_hidden_layers=5, sliding_window=WINDOW, rope_parameters=LLAMA3),
+        old_rope,
+    ),
+    "ministral": (
+        "MinistralConfig",
+        dict(head_dim=16, layer_types=[FULL, SLIDING, SLIDING], sliding_window=WINDOW),
+        None,
+    ),
+    "gemma": ("GemmaConfig", dict(head_dim=16, num_key_value_heads=1, tie_word_embeddings=True), gelu),
+    "arcee": ("ArceeConfig", dict(attention_bias=True, mlp_bias=True), None),
+    "exaone4": (
+        "Exaone4Config",
+        dict(num_hidden_layers=5, sliding_window=WINDOW, rope_parameters=LLAMA3),
+        letters,
+    ),
+    "exaone4-full": ("Exaone4Config", dict(sliding_window=None, layer_types=[FULL] * 3), None),
+    "exaone-moe": (
+        "ExaoneMoeConfig",
+        dict(
+            head_dim=16,
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=2,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+        ),
+        first_spelling,
+    ),
+    "dots1": (
+        "Dots1Config",
+        dict(
+            ROUTED, sliding_window=WINDOW, max_window_layers=1, first_k_dense_replace=1, norm_topk_prob=True
+        ),
+        None,
+    ),
+    "solar-open": ("SolarOpenConfig", dict(ROUTED, attention_bias=True), None),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        dict(
+            GRANITE,
+            num_hidden_layers=5,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+            shared_intermediate_size=48,
+            sliding_window=WINDOW,
+            layer_rope_theta=[0, 10000.0, 5000.0, 10000.0, 0],
+        ),
+        None,
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        dict(
+            head_dim=16,
+            intermediate_size=32,
+            num_experts=6,
+            moe_topk=2,
+            rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=1.0, alpha=50.0),
+        ),
+        numbers_by_layer,
+    ),
+    "hunyuan3": ("HYV3Config", dict(EXPERTS, head_dim=16, num_shared_experts=2, attention_bias=True), None),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            EXPERTS,
+            head_dim=16,
+            layer_types=[SLIDING, FULL, SLIDING],
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            sliding_window=WINDOW,
+            rope_parameters={
+                SLIDING: dict(rope_type="default", rope_theta=10000.0),
+                FULL: dict(YARN, rope_theta=500000.0),
+            },
+        ),
+        None,
+    ),
+    "qwen2-vl": (
+        "Qwen2VLConfig",
+        dict(
+            text_config=dict(rope_parameters=dict(rope_theta=10000.0, mrope_section=[1, 1, 2])),
+            vision_config=dict(depth=1, embed_dim=32, hidden_size=48, num_heads=2, mlp_ratio=2),
+        ),
+        flat_text,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        dict(
+            text_config=dict(rope_parameters=dict(rope_theta=10000.0, mrope_section=[1, 1, 2])),
+            vision_config=dict(QWEN_VISION, fullatt_block_indexes=[0]),
+        ),
+        None,
+    ),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        dict(
+            text_config=dict(head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])),
+            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
+            tie_word_embeddings=True,
+        ),
+        None,
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(
+                EXPERTS, head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])
+            ),
+            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
+        ),
+        turned_experts,
+    ),
+    "qwen3-vl-moe-saved": (
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(
+                EXPERTS, head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])
+            ),
+            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
+        ),
+        None,
+    ),
+    "glm4v": (
+        "Glm4vConfig",
+        dict(text_config=dict(rope_parameters=GLM_ROPE), vision_config=GLM_VISION),
+        None,
+    ),
+    "glm4v-moe": (
+        "Glm4vMoeConfig",
+        dict(
+            text_config=dict(ROUTED, rope_parameters=dict(GLM_ROPE, mrope_section=[1, 1, 2])),
+            vision_config=GLM_VISION,
+        ),
+        None,
+    ),
+}
 # Models with recurrent layers: a prefix is found where a state was kept alone.
 RECURRENT = (
     "qwen3-next",
@@ -759,10 +968,11 @@ def widen(model: torch.nn.Module) -> None:
     """Fills the weights such that greedy decoding is decisive, and that each piece shows: a sink, a gate, a norm's
     "1 +", a correction bias."""
     text = model.config.get_text_config()
+    tied = getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings)
     embedding = 0.6 / getattr(text, "embedding_multiplier", 1.0)
     if text.model_type.startswith("gemma"):
         embedding /= text.hidden_size**0.5
-    elif text.tie_word_embeddings:
+    elif tied:
         embedding /= 3  # or each token would be followed by itself
     for key, weight in model.state_dict().items():
         if "norm" in key and weight.dim() == 1:
@@ -785,7 +995,7 @@ def widen(model: torch.nn.Module) -> None:
         elif key.endswith("bias"):
             weight.normal_(0, 0.3)
         elif "embed" in key or "lm_head" in key:
-            weight.normal_(0, embedding if "embed" in key or text.tie_word_embeddings else 0.6)
+            weight.normal_(0, embedding if "embed" in key or tied else 0.6)
         elif weight.dim() > 1 and weight.is_floating_point():
             weight.normal_(0, 1.8 / weight.shape[-1] ** 0.5)
     model.tie_weights()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
@@ -33,6 +33,9 @@ class Stack:
     parts: tuple[str, ...]
     interleaved: bool = False  # the rows of the parts alternate; else they follow one another
     transposed: bool = False  # a matrix in plain numbers is [inputs, outputs]
+    # From a config to the number of inputs, where some checkpoints are transposed and others are not: a
+    # matrix with this number of columns is not. None: all are alike.
+    inputs: Callable[[ModelConfig], int] | None = None
     # From a config to the number of runs in which the rows lie, and the shares of the parts in a run. None:
     # one run of equal parts.
     runs: Callable[[ModelConfig], tuple[int, tuple[int, ...]]] | None = None
@@ -79,6 +82,8 @@ def split(
         *experts, suffix = found.groups()
         if isinstance(target, Stack):
             runs = (1, (1,) * len(target.parts)) if target.runs is None else target.runs(config)
+            if target.inputs is not None and shape[-1:] == (target.inputs(config),):
+                target = replace(target, transposed=False)
             yield from _parts(name, shape, target, runs, layer[1], (suffix or ".weight")[1:])
         elif isinstance(target, Row):
             yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])

@@ -141,13 +141,17 @@ def _text_model_type(config: Mapping[str, Any]) -> str | None:
 
 def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Returns the fields of the text model in a multimodal one's config, and of any other model its own. A
-    field that the text model's config lacks, or has as null, may be beside it."""
+    field that the text model's config lacks, or has as null, may be beside it. The head is tied if either
+    says so, as transformers reads the outer field; files with a head of their own are seen later."""
     text = config.get("text_config")
     if text is None:
         return config
     if not isinstance(text, dict):
         raise CheckpointError(f"{where}: text_config must be an object, got {text!r:.80}")
-    return {**text, **{key: value for key, value in config.items() if text.get(key) is None}}
+    outer = {key: value for key, value in config.items() if text.get(key) is None}
+    if config.get(tied := "tie_word_embeddings") is True:
+        outer[tied] = True
+    return {**text, **outer}
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
     kind = own.get("rope_type") or own.get("type") or "default"
     if kind == "su" or (kind == "yarn" and own.get("long_factor")):
         kind = "longrope"  # Phi-3's first configs
+    if kind == "mrope":
+        kind = "default"  # Qwen2-VL's, of pictures; a text's positions are the same in all sections
     share = fields.get("partial_rotary_factor")
     if fields.get("rotary_dim") is not None:  # MiniMax
         share = fields.count("rotary_dim") / head_dim

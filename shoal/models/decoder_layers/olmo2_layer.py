@@ -77,12 +77,14 @@ class Olmo2Layer(nn.Module):
     """residual += norm(attention(residual)), then residual += norm(mlp(residual)). Both sums are whole on
     every rank, so nothing is left to the next layer."""
 
+    attention_class: type[Attention] = Olmo2Attention
+
     def __init__(
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
         assert isinstance(kind.mixer, AttentionKind)
-        self.self_attn = Olmo2Attention(config, kind.mixer, tp, ops, backends)
+        self.self_attn = self.attention_class(config, kind.mixer, tp, ops, backends)
         self.mlp = MLP(config, tp, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -98,10 +100,18 @@ class Olmo2Layer(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes and returns what DecoderLayer.forward does."""
         attention, mlp = self.self_attn, self.mlp
-        qkv = attention.normed(attention.qkv_proj(residual_TD))
+        qkv = attention.qkv_proj(residual_TD)
+        if isinstance(attention, Olmo2Attention):
+            qkv = attention.normed(qkv)
         out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
         if out is None:
             return None, residual
         residual.add_(self.post_attention_layernorm(attention.o_proj(out)))
         hidden = mlp.down_proj(mlp.gate_up_proj.gated(residual, mlp.activation, mlp.down_proj))
         return None, residual.add_(self.post_feedforward_layernorm(hidden))
+
+
+class HeadNormOlmo2Layer(Olmo2Layer):
+    """An Olmo2Layer in which each head of q and k is normed by itself, in the fused pass (EXAONE 4)."""
+
+    attention_class = Attention

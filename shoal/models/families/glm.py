@@ -1,5 +1,6 @@
 """GLM-4, dense: half of each head is rotated, in pairs of neighbouring numbers, and gate and up are one
-matrix. The models of 2025 (GLM-4-0414) have norms behind attention and MLP, too."""
+matrix. The models of 2025 (GLM-4-0414) have norms behind attention and MLP, too, and so has the text model of
+GLM-4.1V."""
 
 from __future__ import annotations
 
@@ -43,4 +44,17 @@ GLM4 = replace(
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
     layer_class=gemma3.layer_class,
+)
+GLM4V = replace(
+    GLM4,
+    name="glm4v_text",
+    hf_class="Glm4vForConditionalGeneration",
+    defaults={
+        **GLM.defaults,
+        "max_position_embeddings": 32768,
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "eos_token_id": None,
+    },
 )

@@ -1,5 +1,5 @@
 """GLM-4.5, 4.6 and 4.7: a sigmoid router with a correction bias, a shared expert, and dense first layers.
-Half of each head is rotated."""
+Half of each head is rotated. GLM-4.5V's and 4.6V's text model is the same."""
 
 from __future__ import annotations
 
@@ -40,4 +40,16 @@ ARCHITECTURE = Architecture(
         tensors={**EXPERT_TENSORS, "post_attention_norm": "post_attention_layernorm"},
         keys=EXPERT_KEYS,
     ),
+)
+VISION = replace(
+    ARCHITECTURE,
+    name="glm4v_moe_text",
+    hf_class="Glm4vMoeForConditionalGeneration",
+    defaults={
+        **ARCHITECTURE.defaults,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
+    gguf=None,
 )

@@ -171,7 +171,7 @@ def test_a_gguf_file_computes_what_transformers_computes_with_its_weights(
         packed = any(tensor.endswith(".packed") for tensor in llm.check_weights())
         output = llm.generate([prompt], greedy(prompt_logprobs=0))[0]
     is_fused = any(layers is not None for layers in made)
-    assert packed == (kind == "Q8_0") and is_fused == (packed and name in ("llama", "gemma3"))
+    assert packed == (kind == "Q8_0") and is_fused == (packed and name in ("llama", "gemma", "gemma3"))
     with torch.no_grad():
         expected = oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
     for i, position in enumerate(output.prompt_logprobs[1:]):

@@ -72,6 +72,19 @@ def test_a_file_of_glm_4_5_is_its_checkpoint(use_qk_norm, root, tmp_path):
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 
+def test_a_file_of_dots_llm1_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "dots1", sliding_window=None)
+
+    def add_dots(writer, config) -> None:
+        add_experts(writer, config)
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "dots1", add_dots)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 def add_deepseek(writer, config) -> None:
     add_experts(writer, config)
     is_v2 = config["model_type"] == "deepseek_v2"

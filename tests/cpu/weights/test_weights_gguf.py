@@ -46,6 +46,7 @@ GEMMA = dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=9)
 CHANGES |= {
     "gemma2": dict(GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": dict(GEMMA, num_hidden_layers=7),
+    "gemma": dict(head_dim=16),
 }
 CHANGES |= {
     "smollm3": dict(num_hidden_layers=5),
@@ -67,6 +68,7 @@ CHANGES |= {
     "seed_oss": dict(head_dim=16, attention_out_bias=True),
     "ernie4_5": dict(head_dim=16),
     "hunyuan-dense": dict(head_dim=16),
+    "exaone4": dict(num_hidden_layers=5, sliding_window=9),
 }
 CHANGES = {name: dict(pad_token_id=0) | changes for name, changes in CHANGES.items()}
 # an architecture's name in GGUF files -> the config class of its text model, where the class's name says so
@@ -105,6 +107,7 @@ ELSEWHERE = {
     "ernie4_5-moe",
     "minimax-m2",
     "mistral4",
+    "dots1",
 }
 MODELS = {
     name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))
@@ -114,7 +117,7 @@ MODELS = {
 NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
-ZERO_CENTRED = ("gemma2", "gemma3")  # the converter adds 1 to the weights of norms
+ZERO_CENTRED = ("gemma", "gemma2", "gemma3")  # the converter adds 1 to the weights of norms
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -195,9 +198,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.float32(rope[f"{kind}_factor"]))
-    if config.model_type in ("phi3", "olmo3") and config.sliding_window is not None:
+    if config.model_type in ("phi3", "olmo3", "exaone4") and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "olmo3":
+    if config.model_type in ("olmo3", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if hasattr(config, "query_pre_attn_scalar"):
         writer.add_sliding_window(config.sliding_window)
