@@ -286,9 +286,14 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
                     "key"
                 )
             return json.loads(text)["data"][0]["id"]
-    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+    except (aiohttp.ClientConnectionError, OSError) as error:
         raise UnavailableError(
-            f"{url}/v1/models must list a model ({type(error).__name__}: {error}); is the server up?"
+            f"no server answers at {url} ({error}); is it up? `shoal serve` starts one"
+        ) from None
+    except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+        raise UnavailableError(
+            f"{url}/v1/models must list a model, and does not ({type(error).__name__}: {error}); name it "
+            "with --model"
         ) from None
 
 

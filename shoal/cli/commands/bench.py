@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from shoal.bench import serving
 from shoal.bench.serving import ServeBench
+from shoal.bench.vllm_options import BENCH_SERVE_OPTIONS
 from shoal.cli.commands.engine_flags import add_engine_flags, add_lengths, build_llm, measured_params
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
 from shoal.options.parser import Commands, Parser, given_options, integer
@@ -61,6 +63,13 @@ def _add_bench_serve(kinds: Commands) -> None:
     )
     parser.add_argument("--plot", metavar="FILE", help=f"PNG file to draw; {PLOT_EXTRA}")
     parser.add_flags(ServeBench, "load")
+    parser.add_vllm_options(BENCH_SERVE_OPTIONS)
+    for flag in (
+        "--host",
+        "--port",
+        "--result-dir",
+    ):  # vLLM's, in place of --base-url, and before a file's name
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.set_defaults(run=run_bench_serve)
 
 
@@ -103,8 +112,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def run_bench_serve(arguments: argparse.Namespace) -> int:
     """Returns 1 if no request succeeded."""
-    bench = ServeBench(**given_options(arguments, ServeBench))
-    result_file = arguments.result_filename if arguments.save_result else None
+    given = given_options(arguments, ServeBench)
+    if arguments.host or arguments.port:
+        given.setdefault("base_url", f"http://{arguments.host or '127.0.0.1'}:{arguments.port or 8000}")
+    bench = ServeBench(**given)
+    path = os.path.join(arguments.result_dir or "", arguments.result_filename)
+    result_file = path if arguments.save_result else None
     check_writable("result_filename", result_file)
     check_writable("plot", arguments.plot)
     result = serving.command(bench, result_file, arguments.plot)

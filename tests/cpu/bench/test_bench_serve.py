@@ -15,7 +15,7 @@ from aiohttp import web
 
 from shoal.bench import serving
 from shoal.bench.serving import ServeBench
-from shoal.cli.main import build_parser
+from shoal.cli.main import build_parser, main
 from shoal.errors import ConfigError, UnavailableError
 
 
@@ -201,7 +201,7 @@ def test_an_answer_without_usage_or_text_is_a_failure():
 
 
 def test_no_server_is_one_clear_error():
-    with pytest.raises(UnavailableError, match="is the server up"):
+    with pytest.raises(UnavailableError, match=r"no server answers at http://127.0.0.1:9 .*is it up"):
         asyncio.run(serving.run(ServeBench(base_url="http://127.0.0.1:9")))
 
 
@@ -300,3 +300,33 @@ def test_the_command_takes_vllms_flags():
         and arguments.ignore_eos
         and arguments.save_result
     )
+
+
+def test_vllms_command_lines_measure_the_same(monkeypatch, tmp_path, capsys):
+    """Regression: --backend, --host and --port, and vLLM's path as --endpoint ended with unknown options."""
+    found = []
+
+    def command(bench, result_file, plot_file):
+        found.append((bench.base_url, bench.endpoint, bench.model, bench.random_input_len, result_file))
+        return {"completed": 1}
+
+    monkeypatch.setattr(serving, "command", command)
+
+    def bench_serve(flags):
+        return main(["bench", "serve", *flags.split()])
+
+    vllms = "--backend vllm --model m --tokenizer t --host 10.0.0.1 --port 8001 --input-len 7"
+    rest = f"--percentile-metrics ttft,itl --trust-remote-code --save-result --result-dir {tmp_path}"
+    assert bench_serve(f"{vllms} {rest}") == 0
+    assert bench_serve("--backend openai-chat --endpoint /v1/chat/completions --port 9") == 0
+    assert bench_serve("--endpoint /v1/completions --base-url http://a --port 9") == 0
+    assert bench_serve("--backend openai-chat") == 0
+    assert found == [
+        ("http://10.0.0.1:8001", "completions", "m", 7, str(tmp_path / "bench-serve.json")),
+        ("http://127.0.0.1:9", "chat", None, 1024, None),
+        ("http://a", "completions", None, 1024, None),
+        ("http://127.0.0.1:8000", "chat", None, 1024, None),
+    ]
+    assert bench_serve("--goodput ttft:100") == 1
+    assert bench_serve("--backend tgi") == 1
+    assert "must be one of completions, chat, got 'tgi'" in capsys.readouterr().err
