@@ -229,21 +229,10 @@ class ModelRunner:
                 ends.callback(self._peers.close)
 
     def _free(self) -> None:
-        # Nothing may hold a tensor of a region when it is closed.
-        del (
-            self.model,
-            self.head,
-            self.state,
-            self.drafting,
-            self.whole_rows,
-            self.sampler,
-            self.cache,
-            self.steps,
-            self.memory,
-        )
-        del self.states, self.weights, self._kv, self._peers
+        regions, device = self.regions, self.device
+        vars(self).clear()  # Nothing may hold a tensor of a region when it is closed.
         gc.collect()
-        self.regions.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        regions.close()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
