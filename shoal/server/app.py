@@ -25,6 +25,8 @@ from shoal.server.served.catalog import Catalog
 from shoal.server.served.monitoring import Monitor
 from shoal.telemetry.tracing import Tracing
 
+ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+
 
 class Server:
     """The application behind one port."""
@@ -48,6 +50,7 @@ class Server:
         self._access = Access(config, self.context.keys, self._cors, is_admin=is_admin)
         hidden = (DOCS, DOCUMENT) if config.disable_fastapi_docs else ()
         self._table = RouteTable([route for route in routes if route.path not in hidden])
+        self._is_admin = is_admin
         self._root_path = "" if is_admin else config.root_path or ""
         self._application: Application = self._answer
         for name in reversed(() if is_admin else config.middleware or ()):
@@ -93,7 +96,7 @@ class Server:
         found = self._table.find(exchange.path)
         if found is None:
             exchange.dialect = _dialect(exchange, self._table.dialect_beside(exchange.path))
-            raise ApiError(404, f"there is nothing at {exchange.path!r:.100}; {self._table.overview()}")
+            raise ApiError(404, f"there is nothing at {exchange.path!r:.100}; {self._way_out(exchange.path)}")
         exchange.path, methods = found
         any_method = next(iter(methods.values()))
         exchange.handler, exchange.dialect = any_method.path, _dialect(exchange, any_method.dialect)
@@ -111,6 +114,12 @@ class Server:
         self._access.check(exchange, is_public=route.public)
         exchange.is_quiet = route.quiet  # set after the check, so that guessed keys are logged
         return route
+
+    def _way_out(self, path: str) -> str:
+        """Returns what a client may do that asks for a path without a route."""
+        if path in ADMIN_PATHS and not self._is_admin:
+            return f"{path} is on the admin port: start the server with --admin-port N, and ask that port"
+        return self._table.overview()
 
     def _count(self, exchange: Exchange) -> None:
         """Logs and counts a request that ends. Called once for each."""

@@ -789,7 +789,7 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
 def _response(
     request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan, is_kept: bool
 ) -> Response:
-    choice: str | dict[str, Any] = request.tool_choice or ("auto" if request.tools else "none")
+    choice: str | dict[str, Any] = request.tool_choice or "auto"
     text = request.text or TextOptions()
     return Response(
         id=_new_id("resp"),

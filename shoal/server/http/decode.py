@@ -19,7 +19,7 @@ from msgspec import Struct
 from shoal.server.errors import ApiError
 from shoal.server.http.lenient import as_meant, with_whole_characters
 from shoal.server.http.request_fields import is_silent
-from shoal.server.http.wrong_key import wrong_key
+from shoal.server.http.wrong_value import MAX_VALUE, choices, wrong_key, wrong_value
 
 T = TypeVar("T")
 
@@ -37,6 +37,12 @@ MISSING = "Object missing required field "
 
 
 UNKNOWN = "Object contains unknown field "  # for a Struct that forbids unknown fields
+
+
+NOT_A_CHOICE = "Invalid enum value "
+
+
+LIMIT = re.compile("^Expected `[^`]+` (>|<|of|matching)")  # its error does not show the value
 
 
 GOT_FLOAT = "got `float`"
@@ -95,6 +101,11 @@ def decode(kind: type[T], body: bytes) -> T:
             message = "there is no such field"
             if field == name and issubclass(kind, Struct):
                 message += f"; there are {', '.join(kind.__struct_fields__)}"
+        elif field and message.startswith(NOT_A_CHOICE) and (words := choices(kind, field)):
+            got = message.removeprefix(NOT_A_CHOICE)
+            message = f"must be one of {', '.join(words)}, got {got:.{MAX_VALUE}}; choose one"
+        elif field and LIMIT.search(message):
+            message += f", got {wrong_value(body, field)}"
         raise ApiError(400, f"{field}: {message}" if field else message, param=field) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None

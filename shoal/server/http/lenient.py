@@ -35,23 +35,23 @@ def as_meant(kind: Any, body: bytes) -> bytes:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body
-    meant = _meant(_type_of(kind), value)
+    meant = _meant(type_of(kind), value)
     return body if meant is value else msgspec.json.encode(meant)
 
 
 @functools.cache
-def _type_of(kind: Any) -> inspect.Type:
+def type_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
 def _meant(kind: inspect.Type, value: Any) -> Any:
     """Returns the repaired value; the same object if nothing changes."""
-    kinds = _kinds(kind)
+    kinds = kinds_of(kind)
     if isinstance(value, dict):
         for one in kinds:
             if isinstance(one, inspect.StructType | inspect.DataclassType):
                 return _with_fields(one, value)
-            if isinstance(one, inspect.DictType) and all(map(_is_number, _kinds(one.value_type))):
+            if isinstance(one, inspect.DictType) and all(map(_is_number, kinds_of(one.value_type))):
                 meant = {key: _meant(one.value_type, item) for key, item in value.items()}
                 return value if all(meant[key] is value[key] for key in value) else meant
     elif isinstance(value, list):
@@ -101,12 +101,12 @@ def _with_fields(kind: inspect.StructType | inspect.DataclassType, value: dict[s
     return value if same else meant
 
 
-def _kinds(kind: inspect.Type) -> list[inspect.Type]:
+def kinds_of(kind: inspect.Type) -> list[inspect.Type]:
     """Returns the types that a union stands for, without descriptions."""
     if isinstance(kind, inspect.Metadata):
-        return _kinds(kind.type)
+        return kinds_of(kind.type)
     if isinstance(kind, inspect.UnionType):
-        return [one for part in kind.types for one in _kinds(part)]
+        return [one for part in kind.types for one in kinds_of(part)]
     return [kind]
 
 
@@ -115,7 +115,7 @@ def _is_number(kind: inspect.Type) -> bool:
 
 
 def _is_ids(kind: inspect.Type) -> bool:
-    return isinstance(kind, inspect.ListType) and all(map(_is_number, _kinds(kind.item_type)))
+    return isinstance(kind, inspect.ListType) and all(map(_is_number, kinds_of(kind.item_type)))
 
 
 def _is_none(kind: inspect.Type) -> bool:
@@ -123,4 +123,4 @@ def _is_none(kind: inspect.Type) -> bool:
 
 
 def _takes_none(kind: inspect.Type) -> bool:
-    return any(isinstance(one, inspect.NoneType | inspect.AnyType) for one in _kinds(kind))
+    return any(isinstance(one, inspect.NoneType | inspect.AnyType) for one in kinds_of(kind))

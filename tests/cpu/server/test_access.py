@@ -55,6 +55,12 @@ def test_what_is_not_there_is_answered_with_what_is(server):
     assert server.request("/openapi.json", admin=True)[0] == 404
 
 
+def test_operators_paths_on_the_public_port_are_answered_with_the_way_to_the_admin_port(server):
+    status_code, body = server.json("/sleep?level=1", b"")
+    assert status_code == 404 and "--admin-port" in body["error"]["message"]
+    assert "/openapi.json" not in body["error"]["message"]
+
+
 def test_sites_that_are_allowed_and_clients_with_keys_may():
     with FakeServer(allowed_origins=["https://friend.example"]) as server:
         assert status(server, COMPLETE, BODY, Origin="https://friend.example") == 200

@@ -39,7 +39,7 @@ def test_text_is_answered_with_usage(served, client):
     assert answer.usage.output_tokens == 12 and answer.usage.total_tokens == answer.usage.input_tokens + 12
     assert served.last_prompt() == "<system>Be brief.<user>hello<assistant>"
     assert answer.metadata == {"a": "b"}
-    assert not answer.store
+    assert not answer.store and answer.tool_choice == "auto" and answer.tools == []
     assert served.last_request().params.temperature == 0.5 and answer.temperature == 0.5
 
 

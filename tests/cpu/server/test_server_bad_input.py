@@ -32,6 +32,34 @@ def check_error(status, text, expected):
     return error
 
 
+@pytest.mark.parametrize(
+    "path, body, message",
+    [
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "xml"}},
+            "response_format.type: must be one of json_object, json_schema, structural_tag, text, got 'xml'; "
+            "choose one",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "xml"}}},
+            "text.format.type: must be one of json_object, json_schema, text, got 'xml'; choose one",
+        ),
+        (
+            "/v1/embeddings",
+            {"input": "x", "encoding_format": "hex"},
+            "must be one of base64, float, got 'hex'",
+        ),
+        (CHAT, {"messages": USER, "top_k": -2}, "top_k: Expected `int` >= -1, got -2"),
+        (CHAT, {"messages": []}, "messages: Expected `array` of length >= 1, got []"),
+    ],
+)
+def test_an_error_names_the_choices_or_the_value(path, body, message, server):
+    status, answer = server.json(path, body)
+    assert status == 400 and message in answer["error"]["message"], answer
+
+
 NEVER = {"name": "n", "schema": {"not": {}}}
 BAD_PARAMETERS = {"type": "object", "properties": {"a": {"type": "none"}}}
 LONG = [{"role": "user", "content": "x" * 999}]

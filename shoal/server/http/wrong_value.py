@@ -1,4 +1,4 @@
-"""The key of a map that makes a body invalid: msgspec's errors name only the map."""
+"""Details for the error of a wrong value, which msgspec leaves out: the key in a map, the value, choices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 from typing import Any
 
 import msgspec
+from msgspec import inspect
+
+from shoal.server.http.lenient import kinds_of, type_of
 
 MAX_KEY = 100  # characters of a key that are shown
+MAX_VALUE = 40  # the same of a value
 STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -30,6 +34,28 @@ def wrong_key(kind: Any, body: bytes, path: str) -> str | None:
         entries = entries[:middle] if _is_refused(kind, value) else entries[middle:]
     _fill(holder, entries)
     return entries[0][0][:MAX_KEY] if entries and _is_refused(kind, value) else None
+
+
+def wrong_value(body: bytes, path: str) -> str:
+    """Returns the value at `path`, as an error shows it."""
+    return f"{_at(msgspec.json.decode(body), path)!r:.{MAX_VALUE}}"
+
+
+def choices(kind: Any, path: str) -> list[str]:
+    """Returns the words that `kind` takes at `path`. Empty if it takes any."""
+    kinds = [type_of(kind)]
+    for name, _ in STEP.findall(path):
+        kinds = [inner for one in kinds for inner in _within(one, name)]
+    return [str(word) for one in kinds if isinstance(one, inspect.LiteralType) for word in one.values]
+
+
+def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
+    """Returns the types of a field, or of the items of a list or a map."""
+    if isinstance(kind, inspect.StructType | inspect.DataclassType):
+        return [one for field in kind.fields if field.encode_name == name for one in kinds_of(field.type)]
+    if isinstance(kind, inspect.ListType):
+        return kinds_of(kind.item_type)
+    return kinds_of(kind.value_type) if isinstance(kind, inspect.DictType) else []
 
 
 def _at(value: Any, path: str) -> Any:
