@@ -27,7 +27,9 @@ def read_document(path: str | Path) -> dict[str, Any]:
     editors of Windows write."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: it is not UTF-8
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}; name a TOML file") from None
+    except ValueError as error:  # it is not UTF-8
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
     try:
         return tomllib.loads(text)

@@ -31,6 +31,20 @@ COMMANDS_OF_OTHERS = {
     "complete": "generate",
     "collect-env": "doctor",
 }
+# Options of llama.cpp: Shoal's counterpart, or what to do instead.
+_MODEL = "name the model without an option"
+_LAYERS = "a GPU has all layers, and --device cpu none"
+OPTIONS_OF_OTHERS = {
+    **dict.fromkeys(("-m", "-hf", "--hf-repo"), _MODEL),
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), _LAYERS),
+    **dict.fromkeys(("-t", "--threads"), "set OMP_NUM_THREADS in the environment"),
+    **dict.fromkeys(("-c", "--ctx-size"), "--max-model-len"),
+    **dict.fromkeys(("-np", "--parallel"), "--max-num-seqs"),
+    **dict.fromkeys(("-b", "--batch-size"), "--max-num-batched-tokens"),
+    **dict.fromkeys(("-a", "--alias"), "--served-model-name"),
+    **dict.fromkeys(("-n", "--n-predict", "--predict"), "--max-tokens"),
+    "--temp": "--temperature",
+}
 CLOSE = 0.7  # least similarity (difflib) of a name that is suggested
 ABSENT = object()
 MODELS = {"model_path", "models"}  # two ways to name the served models
@@ -52,6 +66,7 @@ class Parser(argparse.ArgumentParser):
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.words: dict[argparse.Action, tuple[str, ...]] = {}  # the words that an option accepts
         self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
+        self.more_words = ""  # what to do with more words than there are arguments
         self.removed: dict[str, str] = {}  # why an option of earlier releases was removed
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
@@ -140,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         The command line takes precedence over options of the file of --config."""
         found, extras = self._parsed(sys.argv[1:] if args is None else args, namespace)
         if extras:  # reported by the command that got them, not by `shoal`
-            self.error(f"unrecognized arguments: {' '.join(extras)}")
+            self.error(f"unrecognized arguments: {' '.join(extras)}" + self.more_words)
         if "--config" in self._option_string_actions and hasattr(found, "config"):
             self._add_options_of_file(found)
         return found, extras
@@ -204,13 +219,23 @@ class Parser(argparse.ArgumentParser):
                 if why := self.removed.get(name.lstrip("-").removeprefix("no-").replace("-", "_")):
                     unknown.append(f"{name} was removed: {why}; leave it out")
                     continue
-                hint = _nearest(name, self._shown_names())
+                hint = self._hint(name)
                 if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
                     hint = hint or f"put `--` before a {texts[0]} that begins with a dash"
                 unknown.append(f"unknown option {name}" + (f"; {hint}" if hint else ""))
         if unknown:
             self.error("\n".join(unknown))
         return words
+
+    def _hint(self, name: str) -> str:
+        """Returns a hint for an unknown option; empty without any."""
+        shown = self._shown_names()
+        known = OPTIONS_OF_OTHERS.get(name, "")
+        if known.startswith("--"):
+            known = f"did you mean {known}?" if known in shown else ""
+        elif "--max-model-len" not in shown:  # the command has no engine
+            known = ""
+        return known or _nearest(name, shown)
 
     def _shown_names(self) -> list[str]:
         """Returns the names of the options that help shows, for a hint."""

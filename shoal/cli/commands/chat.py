@@ -30,6 +30,7 @@ def add_chat(commands: Commands) -> None:
         default=argparse.SUPPRESS,
         help=f"{MODEL_HELP}; with --url, the server's name",
     )
+    parser.more_words = "; a question comes from a pipe: echo QUESTION | shoal chat MODEL"
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--url",
