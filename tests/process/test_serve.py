@@ -69,9 +69,11 @@ def begin(client, length=400, **options):
     return stream, parts
 
 
-def test_clients_are_answered_under_each_name(shared):
+def test_clients_are_answered_under_each_name(shared, checkpoints):
     client = shared.client()
-    assert [m.id for m in client.models.list().data] == ["tiny", "also"]
+    assert [(m.id, m.root) for m in client.models.list().data] == [
+        (name, str(checkpoints["qwen3"])) for name in ("tiny", "also")
+    ]
     whole = complete(client)
     assert (
         whole.usage.completion_tokens == 16

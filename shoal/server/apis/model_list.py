@@ -42,12 +42,15 @@ def _card(exchange: Exchange, model: ServedModel | ExternalModel, name: str) -> 
             "max_input_tokens": model.max_model_len,
             "max_tokens": model.max_model_len,
         }
+    card = model.loaded.card if isinstance(model, ServedModel) else None
     return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "shoal",
-        "root": model.name,
+        "root": model.name
+        if card is None
+        else card.model,  # as clients load its tokenizer, such as vllm bench
         "parent": None,
         "max_model_len": model.max_model_len,
     }

@@ -64,9 +64,11 @@ class Catalog:
             awaited = f" ({', '.join(self.awaited)})" if self.awaited else ""
             asked = "no model" if name is None else f"no model {name!r:.100}"
             raise ApiError(503, f"there is {asked} yet: workers were not reached{awaited}; try again later")
-        there_are = f"there are {', '.join(self.names)}"
         raise ApiError(
-            404, f"the model {name!r:.100} does not exist; {there_are}", param="model", code="model_not_found"
+            404,
+            f"the model {name!r:.100} does not exist; choose {' or '.join(self.names)}",
+            param="model",
+            code="model_not_found",
         )
 
     def find_external(self, name: str | None) -> ExternalModel | None:

@@ -420,7 +420,8 @@ def test_models_are_listed_under_all_their_names():
         assert complete(client, model="org/second").model == "first"
         with pytest.raises(openai.NotFoundError) as error:
             complete(client, model="third")
-        assert error.value.code == "model_not_found" and "first" in error.value.message
+        assert error.value.code == "model_not_found"
+        assert "the model 'third' does not exist; choose first" in error.value.message
 
 
 def test_tokenize_and_back(server):
