@@ -875,6 +875,20 @@ FAMILIES |= {
         ),
         None,
     ),
+    "trinity": (
+        "AfmoeConfig",
+        dict(
+            EXPERTS,
+            head_dim=16,
+            num_hidden_layers=5,
+            num_shared_experts=2,
+            num_dense_layers=2,
+            route_scale=1.7,
+            sliding_window=WINDOW,
+            mup_enabled=True,
+        ),
+        None,
+    ),
     "qwen2-vl": (
         "Qwen2VLConfig",
         dict(

@@ -253,6 +253,12 @@ class MoE(nn.Module):
             out_TD.mul_(self.multiplier)
         return out_TD if left_TD is None else out_TD.add_(left_TD), residual_TD
 
+    def whole(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Returns the result for the normed input, summed over the ranks."""
+        out_TD = self.experts.mix(normed_TD, self.gate(normed_TD), None, self.gate.rule_tensors)
+        left_TD = None if self.shared_experts is None else self._share(normed_TD, out_TD)
+        return self.tp.all_reduce(out_TD if left_TD is None else out_TD.add_(left_TD))
+
     def _share(self, normed_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """Adds the shared expert's result to the residual, and returns None; or returns this rank's part of
         what is to be added."""

@@ -28,7 +28,7 @@ def check_parallel(config: ModelConfig, size: int) -> None:
         if attention is not None and attention.num_kv_heads % size and size % attention.num_kv_heads:
             raise ConfigError(
                 f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads "
-                f"{attention.num_kv_heads}"
+                f"{attention.num_kv_heads}; choose a divisor of it"
             )
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
         raise ConfigError(

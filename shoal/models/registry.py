@@ -32,6 +32,7 @@ from shoal.models.families import (
 )
 from shoal.models.hybrids import bamba, granite_hybrid, kimi_linear, lfm2, nemotron_h, qwen3_5, qwen3_next
 from shoal.models.mixtures import (
+    afmoe,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -118,6 +119,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     hunyuan_moe.ARCHITECTURE,
     hy_v3.ARCHITECTURE,
     mellum.ARCHITECTURE,
+    afmoe.ARCHITECTURE,
     qwen_vl.QWEN2,
     qwen_vl.QWEN25,
     qwen_vl.QWEN3,

@@ -85,6 +85,31 @@ def test_a_file_of_dots_llm1_is_its_checkpoint(root, tmp_path):
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 
+def test_a_file_of_trinity_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "trinity", attention_bias=False)
+
+    def add_trinity(writer, config) -> None:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_scale(config["route_scale"])
+        writer.add_expert_weights_norm(True)
+
+    def renamed(name, tensor, config):
+        if name.endswith("expert_bias"):
+            name = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        return {name: tensor}
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "afmoe", add_trinity, renamed)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 def add_deepseek(writer, config) -> None:
     add_experts(writer, config)
     is_v2 = config["model_type"] == "deepseek_v2"

@@ -108,6 +108,7 @@ ELSEWHERE = {
     "minimax-m2",
     "mistral4",
     "dots1",
+    "afmoe",
 }
 MODELS = {
     name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))

@@ -1,0 +1,54 @@
+"""GatedSandwichLayer: a sandwich of norms with a gate behind attention, and an MLP or experts."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.layers.experts import MoE
+from shoal.layers.gated_attention import GatedAttention
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
+
+
+class GatedSandwichLayer(SandwichLayer):
+    """residual += norm(gate * attention(norm(residual))), then residual += norm(mlp(norm(residual)))."""
+
+    self_attn: GatedAttention
+
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    ) -> None:
+        super().__init__(config, kind, tp, ops, backends)
+        assert isinstance(kind.mixer, AttentionKind)
+        self.self_attn = GatedAttention(config, kind.mixer, tp, ops, backends)
+        self.mixture = None
+        if kind.experts is not None:
+            del self.mlp
+            self.mlp = self.mixture = MoE(config, kind.experts, tp, ops)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        cache: LayerCache,
+        cos_sin: torch.Tensor | None,
+        select_S: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what DecoderLayer.forward does."""
+        attention = self.self_attn
+        normed_TD = self.input_layernorm.add(x_TD, residual_TD)
+        qkv = attention.qkv_proj(normed_TD)
+        out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        if out is None:
+            return None, residual
+        self.feed_forward(attention.o_proj(attention.gated(out, normed_TD, select_S)), residual)
+        return None, residual
+
+    def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        return super().run_mlp(normed_TD) if self.mixture is None else self.mixture.whole(normed_TD)
