@@ -26,10 +26,8 @@ class GatedSandwichLayer(SandwichLayer):
         super().__init__(config, kind, tp, ops, backends)
         assert isinstance(kind.mixer, AttentionKind)
         self.self_attn = GatedAttention(config, kind.mixer, tp, ops, backends)
-        self.mixture = None
         if kind.experts is not None:
-            del self.mlp
-            self.mlp = self.mixture = MoE(config, kind.experts, tp, ops)
+            self.mlp = MoE(config, kind.experts, tp, ops)
 
     def forward(
         self,
@@ -51,4 +49,4 @@ class GatedSandwichLayer(SandwichLayer):
         return None, residual
 
     def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
-        return super().run_mlp(normed_TD) if self.mixture is None else self.mixture.whole(normed_TD)
+        return self.mlp.whole(normed_TD) if isinstance(self.mlp, MoE) else super().run_mlp(normed_TD)

@@ -28,7 +28,7 @@ class SandwichLayer(nn.Module):
         super().__init__()
         assert isinstance(kind.mixer, AttentionKind)
         self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
-        self.mlp = MLP(config, tp, ops)
+        self.mlp: nn.Module = MLP(config, tp, ops)
         size = config.hidden_size
         self.input_layernorm = build_norm(config, size, ops)
         self.post_attention_layernorm = build_norm(config, size, ops)
@@ -63,4 +63,5 @@ class SandwichLayer(nn.Module):
 
     def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
         mlp = self.mlp
+        assert isinstance(mlp, MLP)
         return mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))
