@@ -46,7 +46,7 @@ def write(
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    eps = ("norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+    eps = ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps")
     writer.add_layer_norm_rms_eps(next(config[key] for key in eps if key in config))
     writer.add_vocab_size(config["vocab_size"])
     writer.add_token_list([f"token {i} \u00e9" for i in range(config["vocab_size"])])

@@ -763,6 +763,11 @@ def turned_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         tensors[key] = tensors[key].transpose(1, 2)
 
 
+def untold_tie(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """A multimodal config that leaves it to its class whether the head is tied."""
+    del config["tie_word_embeddings"]
+
+
 GLM_ROPE = dict(rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 0])
 GLM_VISION = dict(
     depth=1,
@@ -934,6 +939,46 @@ FAMILIES |= {
         ),
         None,
     ),
+    "exaone4.5": (
+        "Exaone4_5_Config",
+        dict(
+            text_config=dict(
+                model_type="exaone4", head_dim=16, layer_types=[SLIDING, SLIDING, FULL], sliding_window=WINDOW
+            ),
+            vision_config=dict(QWEN_VISION, num_key_value_heads=2, fullatt_block_indexes=[0]),
+        ),
+        None,
+    ),
+    "internvl": (
+        "InternVLConfig",
+        dict(
+            text_config=dict(model_type="qwen3", head_dim=16),
+            vision_config=dict(VISION, image_size=[28, 28], patch_size=[14, 14]),
+            tie_word_embeddings=True,
+        ),
+        untold_tie,
+    ),
+    "lfm2-vl": (
+        "Lfm2VlConfig",
+        dict(
+            text_config=dict(LFM2, model_type="lfm2", block_multiple_of=32),
+            vision_config=dict(VISION, model_type="siglip2_vision_model", num_patches=16),
+            tie_word_embeddings=True,
+        ),
+        untold_tie,
+    ),
+    "cohere": ("CohereConfig", dict(layer_norm_eps=1e-3, logit_scale=0.4, tie_word_embeddings=True), None),
+    "cohere2": (
+        "Cohere2Config",
+        dict(
+            num_hidden_layers=5,
+            layer_norm_eps=1e-3,
+            logit_scale=0.4,
+            attention_bias=True,
+            sliding_window=WINDOW,
+        ),
+        None,
+    ),
     "glm4v": (
         "Glm4vConfig",
         dict(text_config=dict(rope_parameters=GLM_ROPE), vision_config=GLM_VISION),
@@ -961,6 +1006,7 @@ RECURRENT = (
     "kimi-linear",
     "lfm2",
     "lfm2-moe",
+    "lfm2-vl",
     "nemotron-h",
     "nemotron-latent",
 )

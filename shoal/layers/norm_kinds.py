@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from shoal.kernels.ops import Ops
+from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.pieces import Pieces
 from shoal.model_config import AttentionKind, ModelConfig
 
 
@@ -42,7 +45,40 @@ class ScalelessNorm(RMSNorm):
         self.weight.data.fill_(1.0)
 
 
-KINDS: dict[str, type[RMSNorm]] = {"plain": RMSNorm, "float32": FloatNorm, "zero_centred": ZeroCentredNorm}
+class LayerNorm(FloatNorm):
+    """The norm of Ba et al. (2016), without a bias: the mean is taken off first. No kernel sums, norms and
+    multiplies in one, so plain ones do."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x_TD.float(), x_TD.shape[-1:], self.weight, eps=self.eps).to(x_TD.dtype)
+
+    def add(self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor) -> torch.Tensor:
+        if isinstance(x_TD, Pieces):
+            x_TD.add_to(residual_TD)
+        elif x_TD is not None:
+            residual_TD.add_(self._summed(x_TD))
+        return self(residual_TD)
+
+    def add_linear(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        linear: Linear,
+        activation: str | None = None,
+        reader: Linear | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed_TD = self.add(x_TD, residual_TD)
+        if activation is None:
+            return linear.format.matmul(normed_TD, linear.bias), residual_TD
+        return linear.gated(normed_TD, activation, reader), residual_TD
+
+
+KINDS: dict[str, type[RMSNorm]] = {
+    "plain": RMSNorm,
+    "float32": FloatNorm,
+    "zero_centred": ZeroCentredNorm,
+    "layer": LayerNorm,
+}
 
 
 def build_norm(config: ModelConfig, size: int, ops: Ops, tp: TensorParallel | None = None) -> RMSNorm:

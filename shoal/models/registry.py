@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.models.architecture import Architecture
 from shoal.models.families import (
     arcee,
+    cohere,
     cwm,
     ernie4_5,
     exaone4,
@@ -16,7 +17,6 @@ from shoal.models.families import (
     granite_swa,
     hunyuan,
     llama,
-    ministral,
     ministral3,
     mistral,
     muse_glimmer,
@@ -108,7 +108,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     lfm2.SPARSE,
     nemotron_h.ARCHITECTURE,
     cwm.ARCHITECTURE,
-    ministral.ARCHITECTURE,
+    mistral.MINISTRAL,
     gemma.ARCHITECTURE,
     arcee.ARCHITECTURE,
     exaone4.ARCHITECTURE,
@@ -120,6 +120,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     hy_v3.ARCHITECTURE,
     mellum.ARCHITECTURE,
     afmoe.ARCHITECTURE,
+    cohere.COHERE,
+    cohere.COHERE2,
     qwen_vl.QWEN2,
     qwen_vl.QWEN25,
     qwen_vl.QWEN3,

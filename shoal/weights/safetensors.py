@@ -88,11 +88,12 @@ def full_name(name: str) -> str:
     own = name if text is None else name[text.end() :]
     if own.startswith("lm_head."):
         return own
+    if text is not None or own.startswith(("embed_tokens.", "layers.", "norm.")):
+        own = f"model.{own}"
     for prefix, usual in PREFIXES.items():
         if own.startswith(prefix):
             return usual + own.removeprefix(prefix)
-    is_below = text is not None or own.startswith(("embed_tokens.", "layers.", "norm."))
-    return f"model.{own}" if is_below else own
+    return own
 
 
 def has_weights(folder: Path) -> bool:

@@ -165,12 +165,14 @@ class CheckpointFiles:
             config = config_from_json(self._fields, str(self.folder / "config.json"))
             if self._unties(config):
                 return replace(config, tie_word_embeddings=False)
-            # Without a head, the embedding replaces it, and its logits are never used.
-            return (
-                replace(config, tie_word_embeddings=True, has_head=False)
-                if self._lacks_head(config)
-                else config
-            )
+            if not self._lacks_head(config):
+                return config
+            if "text_config" in self._fields and self._fields.get("tie_word_embeddings") is None:
+                # transformers ties the head of most multimodal classes, whatever their text_config says
+                return replace(config, tie_word_embeddings=True)
+            logger.warning("%s has no output head (lm_head): it embeds, and does not generate", self.folder)
+            # The embedding replaces the head, and its logits are never used.
+            return replace(config, tie_word_embeddings=True, has_head=False)
         return config_from_gguf(
             self.metadata,
             self.header.shapes,
@@ -185,12 +187,9 @@ class CheckpointFiles:
         if config.tie_word_embeddings or not has_weights(self.folder):
             return False
         try:
-            lacks_head = not has_head(self.folder)
+            return not has_head(self.folder)
         except CheckpointError:
             return False  # the check of all tensors reports it, where weights are wanted
-        if lacks_head:
-            logger.warning("%s has no output head (lm_head): it embeds, and does not generate", self.folder)
-        return lacks_head
 
     def _unties(self, config: ModelConfig) -> bool:
         """Says if the files hold an output head that differs from the embedding although the config ties

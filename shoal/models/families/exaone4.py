@@ -53,6 +53,8 @@ ARCHITECTURE = Architecture(
     },
     read=read,
     layer_types=layer_types,
+    nested_in=("Exaone4_5_ForConditionalGeneration",),
+    also_named=("exaone4_5_text",),
     layer_class=layer_class,
     gguf=GGUFNames(
         "exaone4",

@@ -40,5 +40,6 @@ ARCHITECTURE = Architecture(
         "max_window_layers": 28,
     },
     read=read,
+    nested_in=("InternVLForConditionalGeneration",),
     gguf=GGUFNames("qwen2", also_named=("qwen2vl",)),  # the text model
 )

@@ -27,5 +27,6 @@ ARCHITECTURE = Architecture(
         "head_dim": 128,
     },
     read=read,
+    nested_in=("InternVLForConditionalGeneration",),
     gguf=GGUFNames("qwen3", also_named=("qwen3vl",)),
 )

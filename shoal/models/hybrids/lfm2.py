@@ -104,6 +104,7 @@ DENSE = Architecture(
     other_layers={CONV: conv_layer},
     tensors=TENSORS,
     layer_class=hybrid_layer,
+    nested_in=("Lfm2VlForConditionalGeneration",),
     gguf=GGUFNames(
         "lfm2",
         tensors=GGUF_TENSORS,

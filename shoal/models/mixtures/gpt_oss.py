@@ -50,6 +50,7 @@ ARCHITECTURE = Architecture(
         "swiglu_limit": 7.0,
     },
     read=read,
+    nested_in=("InternVLForConditionalGeneration",),
     layer_types=lambda fields, num_layers: full_every(2, num_layers),
     renamed={"num_local_experts": "num_experts"},
     tensors={

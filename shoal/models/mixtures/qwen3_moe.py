@@ -34,6 +34,7 @@ ARCHITECTURE = Architecture(
         "moe_intermediate_size": 768,
     },
     read=read,
+    nested_in=("InternVLForConditionalGeneration",),
     renamed={"num_local_experts": "num_experts"},  # by transformers 5
     gguf=GGUFNames(
         "qwen3moe",

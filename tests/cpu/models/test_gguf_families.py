@@ -69,6 +69,22 @@ def convert_gemma4(name: str, tensor: torch.Tensor, config: dict) -> dict[str, t
     return {f"{name}.weight" if ".experts." in name else name: tensor}
 
 
+@pytest.mark.parametrize("name, architecture", [("cohere", "command-r"), ("cohere2", "cohere2")])
+def test_a_file_of_cohere_is_its_checkpoint(name, architecture, root, tmp_path):
+    folder = write_family(root, name, attention_bias=False, tie_word_embeddings=True)
+
+    def add_cohere(writer: gguf.GGUFWriter, config: dict) -> None:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_logit_scale(config["logit_scale"])
+        if "sliding_window" in config:
+            writer.add_sliding_window(config["sliding_window"])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, architecture, add_cohere)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-shared", "gemma4-experts", "gemma4-unified"])
 def test_a_file_of_gemma_4_is_its_checkpoint(name, root, tmp_path):
     folder = write_family(root, name)

@@ -109,6 +109,8 @@ ELSEWHERE = {
     "mistral4",
     "dots1",
     "afmoe",
+    "command-r",
+    "cohere2",
 }
 MODELS = {
     name: (CONFIGS.get(name, architecture.hf_class.removesuffix("ForCausalLM")), CHANGES.get(name, {}))

@@ -1,0 +1,51 @@
+"""ParallelLayer: a decoder layer whose attention and MLP read the same norm of the residual (Cohere)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.attention.backend import Backends
+from shoal.attention.step_input import StepInput
+from shoal.kernels.layer_cache import LayerCache
+from shoal.kernels.ops import Ops
+from shoal.layers.attention import Attention
+from shoal.layers.mlp import MLP
+from shoal.layers.norm_kinds import build_norm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+
+
+class ParallelLayer(nn.Module):
+    """residual += attention(norm(residual)) + mlp(norm(residual)). Both sums are whole on every rank, so
+    nothing is left to the next layer."""
+
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    ) -> None:
+        super().__init__()
+        assert isinstance(kind.mixer, AttentionKind)
+        self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
+        self.mlp = MLP(config, tp, ops)
+        self.input_layernorm = build_norm(config, config.hidden_size, ops)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        cache: LayerCache,
+        cos_sin: torch.Tensor | None,
+        select_S: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes and returns what DecoderLayer.forward does."""
+        attention, mlp = self.self_attn, self.mlp
+        normed_TD = self.input_layernorm.add(x_TD, residual_TD)
+        qkv = attention.qkv_proj(normed_TD)
+        out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        if out is None:
+            return None, residual
+        if select_S is not None:
+            normed_TD = normed_TD[select_S]
+        hidden = mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))
+        return None, residual.add_(attention.o_proj(out)).add_(hidden)
