@@ -34,6 +34,13 @@ def client(served):
     return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
+def pytest_collection_modifyitems(items):
+    """A module's first test waits until all its kernels are compiled, which takes minutes on a busy machine."""
+    for item in items:
+        if "compiled" in item.fixturenames:
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 @pytest.fixture(scope="module")
 def compiled(request):
     """The kernels of each case of a module's LAUNCHES, compiled for GPUs that are not here."""
