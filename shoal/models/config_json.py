@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.kinds.recurrent import DeltaKind, Mamba2Kind
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.configs.fields import ConfigFields
@@ -75,14 +76,19 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         quantization=read_quantization(fields),
     )
     model = architecture.read(shared, fields)
-    if model.activation != "silu" and any(
-        kind.experts is not None and kind.experts.activation.kind == "silu" for kind in model.layers
-    ):
+    if model.activation == "gelu_tanh" and any(_needs_silu(kind) for kind in model.layers):
         raise CheckpointError(
-            f"{where}: hidden_act must be silu for the experts of {architecture.hf_class}, got "
+            f"{where}: hidden_act must be silu for the experts or recurrent layers of "
+            f"{architecture.hf_class}, got "
             f"{fields.get('hidden_activation') or fields.get('hidden_act')!r:.80}"
         )
     return model
+
+
+def _needs_silu(kind: LayerKind) -> bool:
+    """Says if the layer's experts, or its convolution and gate, are computed with silu alone."""
+    experts = kind.experts is not None and kind.experts.activation.kind == "silu"
+    return experts or isinstance(kind.mixer, DeltaKind | Mamba2Kind)
 
 
 def _heads(fields: ConfigFields, where: str) -> tuple[int, int, int]:

@@ -48,6 +48,9 @@ def config_of(root, name, **changes):
         ("kimi-linear", dict(mla_use_nope=False), "mla_use_nope must be True, got False"),
         ("kimi-linear", dict(moe_router_activation_func="softmax"), "must be 'sigmoid', got 'softmax'"),
         ("kimi-linear", dict(moe_layer_freq=2), "moe_layer_freq must be 1, got 2"),
+        # Regression: MLPs alone followed it, where transformers' convolutions and gates do, too.
+        ("bamba", dict(hidden_act="gelu_pytorch_tanh"), "hidden_act must be silu .* recurrent layers"),
+        ("qwen3.5", dict(hidden_act="gelu_pytorch_tanh"), "hidden_act must be silu .* recurrent layers"),
     ],
     ids=str,
 )
