@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.families import llama
 
@@ -44,4 +44,5 @@ ARCHITECTURE = Architecture(
     read=read,
     said_otherwise=_activation,
     layer_class=layer_class,
+    gguf=GGUFNames("arcee", interleaved=True),
 )

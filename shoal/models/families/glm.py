@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.families import gemma3
@@ -32,6 +32,7 @@ GLM = Architecture(
     read=read,
     tensors={"mlp.gate_up_proj": Stack(("mlp.gate_proj", "mlp.up_proj"))},
     interleaved=True,
+    gguf=GGUFNames("chatglm", tensors={"ffn_up": "mlp.gate_up_proj"}),
 )
 GLM4 = replace(
     GLM,
@@ -44,6 +45,14 @@ GLM4 = replace(
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
     layer_class=gemma3.layer_class,
+    gguf=GGUFNames(
+        "glm4",
+        tensors={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
 )
 GLM4V = replace(
     GLM4,
@@ -57,4 +66,5 @@ GLM4V = replace(
         "partial_rotary_factor": 1.0,
         "eos_token_id": None,
     },
+    gguf=None,
 )

@@ -4,10 +4,11 @@ router."""
 from __future__ import annotations
 
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import routed_experts, sigmoid_router, with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.families import exaone4
+from shoal.models.gguf_names.experts import EXPERT_KEYS, EXPERT_TENSORS
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -39,4 +40,5 @@ ARCHITECTURE = Architecture(
         "num_shared_experts": "n_shared_experts",
     },
     tensors={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+    gguf=GGUFNames("exaone-moe", tensors=EXPERT_TENSORS, keys=EXPERT_KEYS),
 )

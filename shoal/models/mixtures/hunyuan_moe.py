@@ -8,10 +8,11 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.kinds.experts import ExpertsKind, Router, SharedExpert
 from shoal.model_config import ModelConfig
-from shoal.models.architecture import Architecture
+from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import with_experts
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.families import hunyuan
+from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 BY_LAYER = ("num_experts", "moe_topk")
 
@@ -54,4 +55,13 @@ ARCHITECTURE = Architecture(
         "mlp.shared_mlp": "mlp.shared_experts",
     },
     layer_class=hunyuan.layer_class,
+    gguf=GGUFNames(
+        "hunyuan-moe",
+        tensors=EXPERT_TENSORS,
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+    ),
 )

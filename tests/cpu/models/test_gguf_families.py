@@ -69,6 +69,35 @@ def convert_gemma4(name: str, tensor: torch.Tensor, config: dict) -> dict[str, t
     return {f"{name}.weight" if ".experts." in name else name: tensor}
 
 
+@pytest.mark.parametrize("name, architecture", [("glm", "chatglm"), ("glm4", "glm4")])
+def test_a_file_of_glm_4_is_its_checkpoint(name, architecture, root, tmp_path):
+    """Gate and up are one tensor, and half of a head is rotated in pairs of neighbours."""
+    folder = write_family(root, name)
+
+    def add_glm(writer: gguf.GGUFWriter, config: dict) -> None:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, architecture, add_glm)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def test_a_file_of_arcee_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "arcee", attention_bias=False, mlp_bias=False)
+
+    def add_arcee(writer: gguf.GGUFWriter, config: dict) -> None:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+    def convert(name: str, tensor: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+        return {name: permuted(name, tensor, config)}
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "arcee", add_arcee, convert)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("name, architecture", [("cohere", "command-r"), ("cohere2", "cohere2")])
 def test_a_file_of_cohere_is_its_checkpoint(name, architecture, root, tmp_path):
     folder = write_family(root, name, attention_bias=False, tie_word_embeddings=True)

@@ -85,6 +85,41 @@ def test_a_file_of_dots_llm1_is_its_checkpoint(root, tmp_path):
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 
+def test_a_file_of_k_exaone_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "exaone-moe", num_nextn_predict_layers=0)
+
+    def add_exaone(writer, config) -> None:
+        own = dict(n_routed_experts=config["num_experts"], n_shared_experts=config["num_shared_experts"])
+        add_experts(writer, config | own)
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "exaone-moe", add_exaone)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
+def test_a_file_of_hunyuan_a13b_is_its_checkpoint(root, tmp_path):
+    folder = write_family(root, "hunyuan-moe")
+
+    def add_hunyuan(writer, config) -> None:
+        rope, dim = config["rope_parameters"], config["head_dim"]
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(dim)
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["moe_topk"][0])
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "hunyuan-moe", add_hunyuan)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 def test_a_file_of_trinity_is_its_checkpoint(root, tmp_path):
     folder = write_family(root, "trinity", attention_bias=False)
 

@@ -109,7 +109,12 @@ ELSEWHERE = {
     "mistral4",
     "dots1",
     "afmoe",
+    "arcee",
     "command-r",
+    "hunyuan-moe",
+    "exaone-moe",
+    "chatglm",
+    "glm4",
     "cohere2",
 }
 MODELS = {
