@@ -28,7 +28,8 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     supported."""
     architecture, config = architecture_of(config, where), text_config(config, where)
     renamed = {key: config[new] for new, key in architecture.renamed.items() if new in config}
-    fields = ConfigFields({**architecture.defaults, **renamed, **config}, where)
+    given = {key: value for key, value in config.items() if key != "rope_parameters" or value is not None}
+    fields = ConfigFields({**architecture.defaults, **renamed, **given}, where)
     if architecture.said_otherwise is not None:
         fields = ConfigFields({**fields.values, **architecture.said_otherwise(fields)}, where)
     num_heads, num_kv_heads, head_dim = _heads(fields, where)

@@ -41,7 +41,8 @@ def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         v_head_dim=fields.count("v_head_dim"),
         scale=(nope + rotary) ** -0.5 * _scale_factor(rope, fields),
         rope=rope,
-        interleaved=fields.flag("rope_interleave", True),
+        # null is false, as transformers reads it
+        interleaved=fields.flag("rope_interleave", "rope_interleave" not in fields.values),
         bias=bias,
         query_scaling=_query_scaling(rope, fields),
     )

@@ -1,6 +1,7 @@
 """Configs whose publishers leave out fields, or name values that a family does not have."""
 
 import pytest
+import transformers
 
 from shoal.errors import CheckpointError
 from shoal.models.config_json import config_from_json
@@ -79,3 +80,19 @@ def test_tokens_of_gemma_4_without_embeddings_of_layers_are_refused():
     ):
         config_from_json(fields, "test")
     assert config_from_json(fields | dict(hidden_size_per_layer_input=0), "test").per_layer_size == 0
+
+
+@pytest.mark.parametrize("kind", ["Gemma4TextConfig", "Ministral3Config", "MellumConfig"])
+def test_rope_parameters_of_null_are_those_of_the_class(kind):
+    """Regression: with null the class's own ropes were not taken, as they are where the field is missing."""
+    sizes = dict(vocab_size=10, hidden_size=512, num_hidden_layers=6, num_attention_heads=8)
+    names = [kind.replace("Text", "").replace("Config", "ForCausalLM")]
+    fields = getattr(transformers, kind)(**sizes).to_dict() | dict(architectures=names)
+    expected = config_from_json(fields, "test")
+    assert config_from_json(fields | dict(rope_parameters=None), "test") == expected
+
+
+def test_a_rope_interleave_of_null_rotates_halves():
+    """Regression: null was taken for the default, which is true."""
+    fields = dict(architectures=["DeepseekV3ForCausalLM"], rope_theta=1e4, rope_interleave=None)
+    assert not config_from_json(fields, "test").attention.interleaved
