@@ -32,6 +32,7 @@ from shoal.kernels.matmul.dispatch import (
 )
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
 from shoal.kernels.matmul.packed_linear import unpack_rows
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
 from shoal.kernels.moe.packed_experts import expert_matrix
@@ -96,14 +97,21 @@ def _combine(
     slots_out_ptr,
     weights_ptr,
     out_ptr,
+    counts_ptr,
     D,
+    E: tl.constexpr,
     K: tl.constexpr,
     ADD: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Also sets counts to 0 for the next launch of `_route`."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    if (token == 0) & (tl.program_id(1) == 0):
+        expert = tl.arange(0, BLOCK_E)
+        tl.store(counts_ptr + expert, tl.zeros((BLOCK_E,), tl.int32), mask=expert < E)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < D
     total = tl.zeros((BLOCK,), tl.float32)
@@ -167,7 +175,7 @@ def moe_with(
     num_slots, add = num_tokens * top_k, residual_TD is not None
     counts = None
     if not tiles.slots:
-        counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
+        counts = arrival_counters("moe", num_experts, x_TD.device)
     # They are separate tensors so that each is aligned.
     experts = torch.empty(num_slots, dtype=torch.int32, device=x_TD.device)
     shares = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
@@ -191,7 +199,17 @@ def moe_with(
     _matmul_of_list(tiles, tiles.down, hidden_states, w2, weights.b2, slots_out, listed)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
-        slots_out, shares, out_TD, hidden, K=top_k, ADD=add, BLOCK=block, **pdl_options()
+        slots_out,
+        shares,
+        out_TD,
+        counts,
+        hidden,
+        E=num_experts,
+        K=top_k,
+        ADD=add,
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK=block,
+        **pdl_options(),
     )
     return out_TD
 
