@@ -24,6 +24,7 @@ MIN_ROWS = 2
 MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
+PAIRED_INPUTS = 1024  # the most inputs for two programs an SM
 # hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
 # hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
@@ -196,12 +197,13 @@ class HopperTiles:
     outs: int
     splits: int = 1
     columns: int = 128
+    an_sm: int = 1  # programs of an SM at once
 
     @functools.cache  # noqa: B019 -- there are as many instances as shapes
     def stages(self, inputs: int, gated: bool) -> int:
         """Returns the number of tiles of weight and rows that shared memory holds at once."""
         tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
-        return min(SHARED_BYTES // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
+        return min(SHARED_BYTES // self.an_sm // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
 
     def num_tiles(self, inputs: int) -> int:
         return cdiv(cdiv(inputs, self.columns), self.splits)
@@ -380,6 +382,9 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
                 (tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)),
                 choices[-1],
             )
+    pairs = cdiv(cdiv(rows, 64) * cdiv(outs, 128), 2)
+    if rows > 64 and inputs <= PAIRED_INPUTS and not (gated or large) and pairs <= sms:
+        return HopperTiles(64, 128, 1, 64, 2)
     return None
 
 

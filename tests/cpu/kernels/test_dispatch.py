@@ -63,6 +63,11 @@ H200_TABLE = [
         (151936, 1024, NOTHING, PLAIN),
         {1: elementwise(8, 512, 4), 4: tensor_cores(16, 64, 128, 4, 5), 64: CUBLAS},
     ),
+    # two programs an SM
+    (
+        (5120, 768, NOTHING, PLAIN),
+        {129: hopper(64, 128), 193: hopper(64, 128, 1, 64, 2), 256: hopper(64, 128, 1, 64, 2), 257: CUBLAS},
+    ),
     ((6144, 4096, NORM, PLAIN), {1: RING_WITH_NORM, 2: hopper(8, 64), 128: hopper(128, 64, 1, 64)}),
     ((6144, 4096, SUM_AND_NORM, PLAIN), {1: RING, 129: CUBLAS}),
     ((4096, 2048, SUM_AND_NORM, PLAIN), {1: elementwise(2, 2048, 4, norms=True)}),
