@@ -31,6 +31,7 @@ from shoal.kinds.latent import LatentKind
 
 if HAS_GLUON:
     from shoal.kernels.latent.hopper_decode import hopper_latent_attention, takes_latents
+    from shoal.kernels.latent.hopper_project import hopper_absorb_queries, hopper_project_values, takes_heads
 
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
 # The most programs of hopper_decode.py that share a sequence's keys: the matmul with V adds their parts.
@@ -87,16 +88,16 @@ class TritonLatentBackend:
 
     def begin(self, step: StepInput) -> None:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
-        self.expands = False
+        self.expands = self._expands(step)
         self.gathered.clear()
+
+    def _expands(self, step: StepInput) -> bool:
         host = step.host
         if host is None or step.num_seqs == step.num_decodes:
-            return
+            return False
         if step.fresh_prefills:
-            self.expands = True
-        else:
-            fits = fit_unpacked(step, host, self.max_gathered)
-            self.expands = fits and self._is_expanded_cheaper(step, host)
+            return True
+        return fit_unpacked(step, host, self.max_gathered) and self._is_expanded_cheaper(step, host)
 
     def _is_expanded_cheaper(self, step: StepInput, host: HostView) -> bool:
         """Says whether most queries of the step's prefills belong to sequences for which it is."""
@@ -138,10 +139,14 @@ class TritonLatentBackend:
         num_prefills = step.num_seqs - step.num_decodes
         few = len(q_THX) <= FEW_TOKENS and not num_prefills
         rotation = cos_sin, step.positions_T, kind.interleaved, kind.query_scaling
-        q_THN = absorb_queries(q_THX, kv_b_HWC, *rotation, few)
+        wide = self.on_hopper and takes_heads(q_THX, kind)
+        if wide:
+            q_THN = hopper_absorb_queries(q_THX, kv_b_HWC, *rotation)
+        else:
+            q_THN = absorb_queries(q_THX, kv_b_HWC, *rotation, few)
         sums_THC, parts = None, None
         if not few:
-            sums_THC = q_THX.new_empty(*q_THX.shape[:2], kind.kv_lora_rank)
+            sums_THC = empty_matmul_input(q_THX, *q_THX.shape[:2], kind.kv_lora_rank)
         places = step.kv_lens_S, step.rows_S, step.block_tables[cache.table]
         sequences = step.query_starts_S, *places
         if step.num_decodes:
@@ -192,6 +197,10 @@ class TritonLatentBackend:
                 first_seq=step.num_decodes,
                 num_tokens=num_tokens,
             )
+        if wide:
+            assert sums_THC is not None
+            hopper_project_values(sums_THC, kv_b_HWC, out_THV)
+            return
         sums = sums_THC if parts is None else parts
         assert sums is not None
         project_values(sums, kv_b_HWC, out_THV)

@@ -367,6 +367,7 @@ class Machine:
             associative_scan=lambda x, axis, _: Value(x.data.cumsum(axis)),
             exp2=lambda x: Value(x.data.exp2()),
             log2=lambda x: Value(x.data.log2()),
+            log=lambda x: Value(x.data.log()),
             atomic_add=atomic_add,
             max=lambda x, axis: Value(x.data.amax(axis)),
             maximum=larger,
