@@ -17,6 +17,8 @@ if HAS_GLUON:
 
     # A barrier of a program's threads. Before Triton 3.7 its name was thread_barrier.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    # Makes a class of a kernel's values; its methods are `gluon.jit`. Gluon takes it from there itself.
+    aggregate = triton.language.core._aggregate
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ Triton's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import threading
@@ -135,6 +136,9 @@ class Function:
     def __init__(self, machine: Machine, function: Callable[..., object]) -> None:
         self.machine, self.function = machine, function
 
+    def __get__(self, instance: object, _: type) -> Callable[..., object]:  # a method
+        return self if instance is None else functools.partial(self, instance)
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*(Number(arg) if type(arg) is int else arg for arg in args), **kwargs)
 
@@ -147,6 +151,7 @@ class Function:
             self.machine.grid = grid
             for self.machine.program in itertools.product(*map(range, grid)):
                 self(*taken, **kwargs)
+                assert not self.machine.groups, "copies that nobody waited for"
 
         return launch
 
@@ -277,6 +282,8 @@ class Machine:
         self.turns = turns
         self.barriers: dict[int, Barrier] = {}
         self.partitions: Partitions | None = None
+        self.copies: list[tuple[Shared, Value]] = []  # since the last group
+        self.groups: list[list[tuple[Shared, Value]]] = []
 
     def warp_specialize(self, functions: list, warps: list[int], registers: list[int]) -> None:
         assert len(functions) == len(self.turns) == len(warps) + 1 == len(registers) + 1
@@ -313,7 +320,7 @@ class Machine:
                 return Number(max(a, b))
             return Value(torch.maximum(a.data, b.data) if isinstance(b, Value) else a.data.clamp(min=b))
 
-        def summed(x: Value, axis: int) -> Value | Number:
+        def summed(x: Value, axis: int | None = None) -> Value | Number:
             total = x.data.sum(axis)
             return Number(int(total)) if total.dim() == 0 and not total.is_floating_point() else Value(total)
 
@@ -447,22 +454,36 @@ class Machine:
                 target.store(Value(box))
                 self.barriers[barrier.data.data_ptr()].arrive(0, -desc.block_type.nbytes)
 
-        return types.SimpleNamespace(async_copy_global_to_shared=copy)
+        return types.SimpleNamespace(async_copy_global_to_shared=copy, tensor_descriptor=Descriptor)
 
     def async_copy(self, threads: int = 128) -> types.SimpleNamespace:
-        """Copies by the threads of a partition, each of which arrives."""
+        """Copies by the threads of a partition, each of which arrives; or which are waited for as groups, and
+        come no sooner."""
 
         def copy(target: Shared, ptrs: Pointer, mask: Value | None = None) -> None:
             at = ptrs.at.data.long()
             inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
             found = ptrs.memory[torch.where(inside, at, 0)]
-            target.store(Value(torch.where(inside, found, torch.zeros_like(found))))
+            self.copies.append((target, Value(torch.where(inside, found, torch.zeros_like(found)))))
+
+        def commit() -> None:
+            self.groups.append(self.copies)
+            self.copies = []
+
+        def wait(most: int) -> None:
+            while len(self.groups) > most:
+                for target, value in self.groups.pop(0):
+                    target.store(value)
 
         def arrive(barrier: Shared, increment_count: bool) -> None:
             assert not increment_count
+            commit()
+            wait(0)
             self.barriers[barrier.data.data_ptr()].arrive(threads)
 
-        return types.SimpleNamespace(async_copy_global_to_shared=copy, mbarrier_arrive=arrive)
+        return types.SimpleNamespace(
+            async_copy_global_to_shared=copy, mbarrier_arrive=arrive, commit_group=commit, wait_group=wait
+        )
 
 
 def warp_mma(args: list[Value], dtype: torch.dtype) -> tuple[Value, ...]:
@@ -518,6 +539,7 @@ def load(
         warpgroup_mma_wait=lambda _, deps: deps if len(deps) > 1 else deps[0],
         fence_async_shared=lambda: None,
         barrier=lambda: None,
+        aggregate=lambda kind: kind,
         **dict.fromkeys(WAITS, lambda _: None),
         pdl_options=lambda: {"PDL": False},
         TensorDescriptor=Descriptor,

@@ -25,12 +25,12 @@ MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 PAIRED_INPUTS = 1024  # the most inputs for two programs an SM
-# hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
+# hopper_row.py takes at most this many inputs, which lie in shared memory beside the ring. Weights in fewer
+# than 16 bits have groups of this size, and with 4 bits whole tiles of this size.
 WIDEST_ROW = 32768
-# hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
 WIDEST_PACKED_ROW = 16384
 PIPELINE_GROUP = 128
-INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
+INT4_TILE = 1024
 # tile_matmul.py has these.
 MAX_SPLIT_TILES = 4096  # blocks of outputs and rows of a launch whose inputs are split
 MAX_ROW_SPLITS = 8
@@ -171,11 +171,9 @@ class Kernel(Enum):
     HOPPER = 3  # hopper_linear.py
     HOPPER_ROW = 4  # hopper_row.py
     HOPPER_GATED = 5  # hopper_gated.py
-    HOPPER_FP8_ROW = 6  # hopper_fp8_row.py
-    HOPPER_INT4_ROW = 7  # hopper_int4_row.py
-    FP8_ROW = 8  # fp8_linear.py
-    FP8_MANY = 9  # fp8_linear.py
-    FP8_TORCH = 10  # torch._scaled_mm
+    FP8_ROW = 6  # fp8_linear.py
+    FP8_MANY = 7  # fp8_linear.py
+    FP8_TORCH = 8  # torch._scaled_mm
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +244,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     limits = gpu.limits
     if shape.bits < 16:
         if rows == 1 and _is_for_int4_row_pipeline(shape, dtype, gpu):
-            return Matmul(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
+            return Matmul(Kernel.HOPPER_ROW, norms=shape.before is Before.NORM)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Matmul(Kernel.CUBLAS if packed is None else Kernel.TILES, packed)
     if shape.before is not Before.NOTHING:
@@ -451,8 +449,8 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         return Matmul(Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY, next(busy, tiles[-1]))
     if rows == 1:
-        kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.FP8_ROW
-        norms = kernel is Kernel.HOPPER_FP8_ROW and shape.before is Before.NORM
+        kernel = Kernel.HOPPER_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.FP8_ROW
+        norms = kernel is Kernel.HOPPER_ROW and shape.before is Before.NORM
         # Small tiles: more of them are there at once.
         return Matmul(kernel, ElementwiseTiles(2 if shape.gated else 4, 1024, 4), norms=norms)
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))

@@ -47,7 +47,7 @@ from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
 
 if HAS_GLUON:
-    from shoal.kernels.matmul import hopper_fp8_row
+    from shoal.kernels.matmul import hopper_row
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
 
@@ -255,9 +255,9 @@ def fp8_linear_of_norm(
     chosen = choose(shape, len(residual_TI), torch.float8_e4m3fn, gpu_of(matrix.data.device))
     if not chosen.norms or residual_TI.dtype != torch.bfloat16:
         return None
-    out_1O = empty_matmul_input(residual_TI, 1, outs)
-    _ring(residual_TI, matrix, bias, out_1O, shape, norm_weight_I, eps)
-    return out_1O
+    return hopper_row.hopper_row_matmul(
+        residual_TI, matrix, bias, shape.gated, norm_weight_I=norm_weight_I, eps=eps
+    )
 
 
 def _run(
@@ -269,6 +269,9 @@ def _run(
 ) -> torch.Tensor:
     rows, device = len(x_TI), matrix.data.device
     chosen = choose(shape, rows, torch.float8_e4m3fn, gpu_of(device))
+    if chosen.kernel is Kernel.HOPPER_ROW and x_TI.dtype == torch.bfloat16:
+        assert isinstance(x_TI, torch.Tensor)
+        return hopper_row.hopper_row_matmul(x_TI, matrix, bias, shape.gated, residual_TO)
     out_TO = residual_TO
     if out_TO is None:
         like = matrix.scales.new_empty(0, dtype=x_TI.dtype)
@@ -289,34 +292,10 @@ def _run(
         if isinstance(chosen.tiles, RowTiles):
             activation = Activation() if shape.gated else None
             tile_matmul(chosen.tiles, x_TI, matrix, bias, out_TO, activation, residual_TO is not None)
-        elif chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
-            _ring(x_TI, matrix, bias, out_TO, shape)
         else:
             assert isinstance(chosen.tiles, ElementwiseTiles)
             _row(chosen.tiles, x_TI, matrix, bias, out_TO, shape)
     return out_TO
-
-
-def _ring(
-    x_1I: torch.Tensor,
-    matrix: Fp8Matrix,
-    bias: torch.Tensor | None,
-    out_1O: torch.Tensor,
-    shape: Shape,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    assert x_1I.is_contiguous()
-    hopper_fp8_row.hopper_fp8_row_matmul(
-        x_1I,
-        *matrix,
-        bias,
-        out_1O,
-        gated=shape.gated,
-        add=shape.after is After.ADD,
-        norm_weight_I=norm_weight_I,
-        eps=eps,
-    )
 
 
 def _row(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import gate_mul
-from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
+from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import After, Before, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.loaders import (
@@ -36,7 +36,7 @@ from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv
 
 if HAS_GLUON:
-    from shoal.kernels.matmul import hopper_int4_row
+    from shoal.kernels.matmul import hopper_row
 
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
 UNPACKED_ROWS = 128  # and as many of their rows by a program
@@ -166,8 +166,8 @@ def packed_matmul(
     after = After.SILU_MUL if gated else After.NOTHING if residual_TO is None else After.ADD
     shape = Shape(outs, inputs, after=after, bias=bias is not None, bits=weight.bits, group=weight.group)
     chosen = choose(shape, x_TI.shape[0], x_TI.dtype, dispatch.gpu_of(x_TI.device))
-    if chosen.kernel is Kernel.HOPPER_INT4_ROW:
-        return _ring(x_TI, weight, bias, gated, residual_TO)
+    if chosen.kernel is Kernel.HOPPER_ROW:
+        return hopper_row.hopper_row_matmul(x_TI, weight, bias, gated, residual_TO)
     if isinstance(chosen.tiles, RowTiles):
         return tile_linear(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
@@ -204,35 +204,9 @@ def matmul_of_norm(
     chosen = choose(shape, len(residual_TI), residual_TI.dtype, dispatch.gpu_of(residual_TI.device))
     if not chosen.norms or weight.e2m1:
         return None
-    return _ring(residual_TI, weight, bias, gated, None, norm_weight_I, eps)
-
-
-def _ring(
-    x_1I: torch.Tensor,
-    weight: TiledWeight,
-    bias: torch.Tensor | None,
-    gated: bool,
-    residual_1O: torch.Tensor | None,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    assert x_1I.is_contiguous() and not weight.e2m1
-    out_1O = residual_1O
-    if out_1O is None:
-        out_1O = empty_matmul_input(x_1I, 1, weight.shape[0] // (1 + gated))
-    hopper_int4_row.hopper_int4_row_matmul(
-        x_1I,
-        weight.words,
-        weight.scales,
-        weight.minima,
-        bias,
-        out_1O,
-        gated=gated,
-        add=residual_1O is not None,
-        norm_weight_I=norm_weight_I,
-        eps=eps,
+    return hopper_row.hopper_row_matmul(
+        residual_TI, weight, bias, gated, norm_weight_I=norm_weight_I, eps=eps
     )
-    return out_1O
 
 
 def unpack_rows(weight: TiledWeight, start: int, stop: int) -> torch.Tensor:
