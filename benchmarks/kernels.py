@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from shoal.kernels import activation, norm, rope, triton_ops
 from shoal.kernels.layer_cache import LayerCache
-from shoal.kernels.matmul import dispatch, hopper_linear, linear
+from shoal.kernels.matmul import dispatch, hopper_linear
+from shoal.kernels.matmul.elementwise import elementwise_matmul
 from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.sampling import sample
 from shoal.kernels.state import FIELDS, Field, StateLayout
@@ -197,7 +198,7 @@ def _matmul(
 ) -> torch.Tensor:
     if isinstance(tiles, dispatch.RowTiles):
         return tile_linear(tiles, x, weights[i], None, gated)
-    return linear.elementwise_matmul(tiles, x, weights[i], None, gated)
+    return elementwise_matmul(tiles, x, weights[i], None, gated)
 
 
 def _hopper(

@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 
-from shoal.kernels.matmul import dispatch, fp8_linear, linear, packed_linear
+from shoal.kernels.matmul import dispatch, fp8_linear, launch, linear
 from shoal.kernels.matmul.dispatch import (
     GPU,
     After,
@@ -152,9 +152,8 @@ def _microseconds(case: Case, chosen: Matmul, prefetches: bool) -> float:
             return linear.add_norm_linear(None, x, norm, 1e-6, weights[i], None, gate)
         return _in_bf16(weights, x, residual, shape.after, i)
 
-    modules = linear, fp8_linear, packed_linear
-    choices = [mock.patch.object(module, "choose", lambda *_: chosen) for module in modules]
-    with choices[0], choices[1], choices[2], mock.patch.object(dispatch, "gpu_of", lambda _: on):
+    choices = [mock.patch.object(module, "choose", lambda *_: chosen) for module in (launch, fp8_linear)]
+    with choices[0], choices[1], mock.patch.object(dispatch, "gpu_of", lambda _: on):
         return microseconds_of(run, len(weights))
 
 
@@ -263,6 +262,7 @@ def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
 
 def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
     """Tiles of few rows alone are tried."""
+    from shoal.kernels.matmul.elementwise import elementwise_matmul
     from shoal.kernels.matmul.tile_matmul import tile_linear
 
     rows, out = len(x), x.new_zeros(len(x), shape.outs)
@@ -278,9 +278,9 @@ def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
         every += [ElementwiseTiles(outs, columns, 4) for outs in (1, 2, 4) for columns in (1024, 2048, 4096)]
 
     def run(tiles: ElementwiseTiles | RowTiles, i: int) -> object:
-        if isinstance(tiles, ElementwiseTiles):
-            return fp8_linear._row(tiles, x, weights[i].matrix, None, out, shape)
         added = out if shape.after is After.ADD else None
+        if isinstance(tiles, ElementwiseTiles):
+            return elementwise_matmul(tiles, x, weights[i].matrix, None, shape.gated, added)
         return tile_linear(tiles, x, weights[i].matrix, None, shape.gated, added)
 
     return _fastest(run, every, len(weights))

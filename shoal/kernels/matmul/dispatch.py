@@ -166,20 +166,19 @@ class Shape(NamedTuple):
 
 class Kernel(Enum):
     CUBLAS = 0
-    ELEMENTWISE = 1  # linear.py
+    ELEMENTWISE = 1  # elementwise.py
     TILES = 2  # tile_matmul.py
     HOPPER = 3  # hopper_linear.py
     HOPPER_ROW = 4  # hopper_row.py
     HOPPER_GATED = 5  # hopper_gated.py
-    FP8_ROW = 6  # fp8_linear.py
-    FP8_MANY = 7  # fp8_linear.py
-    FP8_TORCH = 8  # torch._scaled_mm
+    FP8_MANY = 6  # fp8_linear.py
+    FP8_TORCH = 7  # torch._scaled_mm
 
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseTiles:
-    """Tile sizes of linear.py, and of one row in fp8_linear.py: a program computes `outs` outputs of all
-    rows, `columns` inputs at a time."""
+    """Tile sizes of elementwise.py: a program computes `outs` outputs of all rows, `columns` inputs at a
+    time."""
 
     outs: int
     columns: int
@@ -323,7 +322,7 @@ def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     if 3072 < columns <= 4096:
         return ElementwiseTiles(1, 4096, 4) if shape.gated else ElementwiseTiles(2, 4096, 8)
     if columns <= 3072 and shape.before is Before.NOTHING and not shape.gated:
-        return ElementwiseTiles(4, 1024, 8)  # linear.py has all tiles of these in flight, too.
+        return ElementwiseTiles(4, 1024, 8)  # elementwise.py has all tiles of these in flight, too.
     return ElementwiseTiles(2, 1024, 4)  # Small tiles: more of them are there at once.
 
 
@@ -449,8 +448,9 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         return Matmul(Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY, next(busy, tiles[-1]))
     if rows == 1:
-        kernel = Kernel.HOPPER_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.FP8_ROW
-        norms = kernel is Kernel.HOPPER_ROW and shape.before is Before.NORM
+        kernel = Kernel.HOPPER_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.ELEMENTWISE
+        narrow = kernel is Kernel.HOPPER_ROW or shape.inputs <= gpu.limits.normed_inputs
+        norms = shape.before is Before.NORM and narrow
         # Small tiles: more of them are there at once.
         return Matmul(kernel, ElementwiseTiles(2 if shape.gated else 4, 1024, 4), norms=norms)
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))

@@ -9,13 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.matmul.fp8_linear import (
-    Fp8Matrix,
-    fp8_group,
-    fp8_linear,
-    fp8_linear_gated,
-    fp8_linear_of_norm,
-)
+from shoal.kernels.matmul.fp8_linear import fp8_group, fp8_linear, fp8_linear_gated
+from shoal.kernels.matmul.launch import matmul_of_norm
+from shoal.kernels.matmul.loaders import Fp8Matrix
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.quant.fp8_quantize import rms_norm_fp8
 from shoal.kernels.quant.fp8_tensor import SMALLEST_CUT, Fp8Rows, Fp8Tensor
@@ -69,7 +65,7 @@ class Fp8Weight:
         activation: str | None,
     ) -> torch.Tensor | None:
         """The matmul of the residual's norm, gated or not, where one kernel makes both."""
-        return fp8_linear_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, activation)
+        return matmul_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, activation)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, dequantized, [T, I]."""

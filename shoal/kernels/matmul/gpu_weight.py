@@ -25,6 +25,7 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.kernels.activation import gate_mul
 from shoal.kernels.matmul import packed_linear
+from shoal.kernels.matmul.launch import matmul_of_norm
 from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.quant.ggml_types import FOUR_BITS
@@ -111,7 +112,7 @@ class GpuWeight(TiledWeight, PlainRows):
     ) -> torch.Tensor | None:
         if self.order is not None:
             return None
-        return packed_linear.matmul_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, activation)
+        return matmul_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, activation)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, [T, I]."""

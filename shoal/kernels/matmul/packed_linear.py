@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import gate_mul
-from shoal.kernels.hopper import HAS_GLUON
-from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.dispatch import After, Before, Kernel, RowTiles, Shape, choose
+from shoal.kernels.matmul.dispatch import After, Kernel
+from shoal.kernels.matmul.launch import choose_for, launch
 from shoal.kernels.matmul.loaders import (
     LARGER_BF16,
     LARGER_FP16,
@@ -31,12 +30,8 @@ from shoal.kernels.matmul.loaders import (
     number,
     weights_of_step,
 )
-from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv
-
-if HAS_GLUON:
-    from shoal.kernels.matmul import hopper_row
 
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
 UNPACKED_ROWS = 128  # and as many of their rows by a program
@@ -164,12 +159,9 @@ def packed_matmul(
     added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
     outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     after = After.SILU_MUL if gated else After.NOTHING if residual_TO is None else After.ADD
-    shape = Shape(outs, inputs, after=after, bias=bias is not None, bits=weight.bits, group=weight.group)
-    chosen = choose(shape, x_TI.shape[0], x_TI.dtype, dispatch.gpu_of(x_TI.device))
-    if chosen.kernel is Kernel.HOPPER_ROW:
-        return hopper_row.hopper_row_matmul(x_TI, weight, bias, gated, residual_TO)
-    if isinstance(chosen.tiles, RowTiles):
-        return tile_linear(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+    chosen = choose_for(weight, x_TI, bias, after=after)
+    if chosen.kernel is not Kernel.CUBLAS:
+        return launch(chosen, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return gate_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
@@ -183,30 +175,6 @@ def packed_matmul(
         else:
             out_TO[:, rows] += y
     return out_TO
-
-
-def matmul_of_norm(
-    residual_TI: torch.Tensor,
-    norm_weight_I: torch.Tensor,
-    eps: float,
-    weight: TiledWeight,
-    bias: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor | None:
-    """The matmul of the residual's norm, gated if there is an activation, where one kernel makes both. None:
-    none does."""
-    if activation not in (None, "silu"):
-        return None
-    gated = activation is not None
-    outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
-    after = After.SILU_MUL if gated else After.NOTHING
-    shape = Shape(outs, inputs, Before.NORM, after, bias is not None, weight.bits, weight.group)
-    chosen = choose(shape, len(residual_TI), residual_TI.dtype, dispatch.gpu_of(residual_TI.device))
-    if not chosen.norms or weight.e2m1:
-        return None
-    return hopper_row.hopper_row_matmul(
-        residual_TI, weight, bias, gated, norm_weight_I=norm_weight_I, eps=eps
-    )
 
 
 def unpack_rows(weight: TiledWeight, start: int, stop: int) -> torch.Tensor:

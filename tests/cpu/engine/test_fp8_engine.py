@@ -18,7 +18,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.cpu import fp8 as cpu_fp8
 from shoal.kernels.cpu import ops as cpu_ops
-from shoal.kernels.matmul import fp8_linear
+from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import GPU, Limits
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor, quantize_rows
 from shoal.layers.experts import Experts
@@ -115,9 +115,9 @@ def test_an_mlp_hands_rows_in_fp8_from_product_to_product(rows, block, gpu_kerne
 def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernels, monkeypatch):
     """A prompt of 18 tokens and decodes of one, first with activations as they are. Then a limit of 8 rows has the prompt's rows rounded, which the CPU's matmul is made to do too."""
     quantized.write(tmp_path, kind, SMALL)
-    monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=18)))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=18)))
     tokens, ours = answer(tmp_path)
-    monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=8)))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=8)))
     _, ours_of_rounded = answer(tmp_path)
     monkeypatch.undo()
     expected_tokens, expected = answer(tmp_path)
@@ -141,7 +141,7 @@ def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernel
 def test_a_gpus_kernels_mix_experts_as_the_cpu_does(kind, tmp_path, gpu_kernels, monkeypatch):
     """Rows of attention stay as they are, too."""
     quantized.write(tmp_path, kind, EXPERTS)
-    monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=18)))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=18)))
     monkeypatch.setattr(Experts, "divide", lambda _: None)
     monkeypatch.setattr(cpu_ops, "moe", triton_ops.moe)
     tokens, ours = answer(tmp_path)

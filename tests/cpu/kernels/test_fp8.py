@@ -29,7 +29,7 @@ from shoal.kernels.matmul.dispatch import (
     Shape,
     choose,
 )
-from shoal.kernels.matmul.fp8_linear import Fp8Matrix
+from shoal.kernels.matmul.loaders import Fp8Matrix
 from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.quant.fp8_quantize import gate_mul_fp8, quantize, rms_norm_fp8
@@ -278,9 +278,9 @@ H200 = GPU(132, True)
 @pytest.mark.parametrize(
     ("outs", "inputs", "rows", "kernel", "tiles"),
     [
-        (6144, 4096, 1, Kernel.HOPPER_FP8_ROW, ElementwiseTiles(4, 1024, 4)),
-        (6144, 4104, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
-        (4096, 1024, 1, Kernel.FP8_ROW, ElementwiseTiles(4, 1024, 4)),
+        (6144, 4096, 1, Kernel.HOPPER_ROW, ElementwiseTiles(4, 1024, 4)),
+        (6144, 4104, 1, Kernel.ELEMENTWISE, ElementwiseTiles(4, 1024, 4)),
+        (4096, 1024, 1, Kernel.ELEMENTWISE, ElementwiseTiles(4, 1024, 4)),
         (6144, 4096, 2, Kernel.TILES, RowTiles(16, 64, 128, 4, 4, 5, early=2)),
         (1024, 1024, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 3, 4)),
         (4096, 12288, 16, Kernel.TILES, RowTiles(16, 64, 128, 4, 5, 8, early=2)),
@@ -297,8 +297,8 @@ def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
     assert (chosen.kernel, chosen.tiles) == (kernel, tiles)
     for group in (32, 128):
         of_groups = choose(Shape(outs, inputs, group=group), rows, FP8, H200)
-        others = {Kernel.FP8_TORCH: Kernel.FP8_MANY, Kernel.HOPPER_FP8_ROW: Kernel.FP8_ROW}
-        has_groups = group == 128 and (kernel is Kernel.HOPPER_FP8_ROW or rows % 4 == 0)
+        others = {Kernel.FP8_TORCH: Kernel.FP8_MANY, Kernel.HOPPER_ROW: Kernel.ELEMENTWISE}
+        has_groups = group == 128 and (kernel is Kernel.HOPPER_ROW or rows % 4 == 0)
         assert of_groups.kernel is (kernel if has_groups else others.get(kernel, kernel))
         assert of_groups.tiles is not None
         assert rows == 1 or of_groups.tiles.columns == group

@@ -21,6 +21,7 @@ from shoal.kernels import reference
 from shoal.kernels.matmul import linear
 from shoal.kernels.matmul import reference as matmul_reference
 from shoal.kernels.matmul.dispatch import GPU, After, ElementwiseTiles, Kernel, RowTiles, Shape, choose
+from shoal.kernels.matmul.elementwise import elementwise_matmul
 from shoal.kernels.matmul.shared_memory import fitting_stages
 from shoal.kernels.matmul.tile_matmul import tile_linear
 
@@ -120,7 +121,7 @@ def test_a_norm_is_returned_with_its_matmul(rows: int, columns: int, outs: int) 
     ids=str,
 )
 def test_any_tiles_give_the_matmul(tiles: ElementwiseTiles | RowTiles) -> None:
-    multiply = tile_linear if isinstance(tiles, RowTiles) else linear.elementwise_matmul
+    multiply = tile_linear if isinstance(tiles, RowTiles) else elementwise_matmul
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(
         multiply(tiles, x, weight, bias, True).float(), exact(x, weight, bias, True), rtol=2e-3, atol=1e-3

@@ -337,7 +337,7 @@ def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:
             Shape(**dict(outs=4096, inputs=4096, bits=4, group=128) | changes), rows, dtype, gpu
         ).kernel
 
-    assert kernel() is kernel(inputs=12288) is kernel(outs=4100) is Kernel.HOPPER_INT4_ROW
+    assert kernel() is kernel(inputs=12288) is kernel(outs=4100) is Kernel.HOPPER_ROW
     others = [kernel(2), kernel(gpu=GPU()), kernel(dtype=torch.float16), kernel(bits=8), kernel(group=32)]
     others += [kernel(outs=1024), kernel(inputs=1024), kernel(inputs=4608), kernel(inputs=20480)]
     assert set(others) == {Kernel.TILES}
