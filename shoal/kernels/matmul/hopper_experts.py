@@ -120,23 +120,20 @@ def _widened(words, scales, dtype: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    ring,
-    listed,
-    slots_ptr,
-    x_desc,
-    x_ptr,
+    work,
+    read,
     weight_desc,
     more_desc,
     words_ptr,
     scales_ptr,
-    outs,
-    inputs,
     K: gl.constexpr,
     GATHERS: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """The work of the producer warps. Weights of 16 bits come by TMA, packed ones are widened here."""
+    ring, listed, slots_ptr = work
     x_smem, weight_smem, more_smem, full, free = ring
+    x_desc, x_ptr, outs, inputs = read
     _tiles_ptr, row_tiles, out_tiles = listed
     PACKED: gl.constexpr = words_ptr is not None
     X_BYTES: gl.constexpr = 0 if GATHERS else 2 * x_desc.block_type.nbytes
@@ -279,13 +276,9 @@ def _store(
 
 @gluon.jit
 def _multiply(
-    ring,
-    listed,
-    slots_ptr,
+    work,
+    written,
     bias_ptr,
-    out_ptr,
-    outs,
-    steps,
     GATHERS: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -296,7 +289,9 @@ def _multiply(
     HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each tile's rows."""
+    ring, listed, slots_ptr = work
     x_smem, weight_smem, more_smem, full, free = ring
+    out_ptr, outs, steps = written
     _tiles_ptr, row_tiles, out_tiles = listed
     WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
     ALL_WIDE: gl.constexpr = WIDE + HAS_MORE * WIDE * MORE_O // BLOCK_O
@@ -406,67 +401,19 @@ def hopper_experts_kernel(
     listed = tiles_ptr, gl.load(tiles_ptr + num_tiles * 3), out_tiles
     WARPS: gl.constexpr = 4 if GATHERS or PACKED else 1
     REGISTERS: gl.constexpr = 168 if PACKED else 216 if GATHERS else 232
+    work, written = (ring, listed, slots_ptr), (out_ptr, outs, steps)
+    read = x_desc, x_ptr, outs, inputs
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (
-                    ring,
-                    listed,
-                    slots_ptr,
-                    bias_ptr,
-                    out_ptr,
-                    outs,
-                    steps,
-                    GATHERS,
-                    GATED,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    LARGER,
-                    HAS_MORE,
-                    0,
-                ),
+                (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, LARGER, HAS_MORE, 0),
             ),
             (
                 _multiply,
-                (
-                    ring,
-                    listed,
-                    slots_ptr,
-                    bias_ptr,
-                    out_ptr,
-                    outs,
-                    steps,
-                    GATHERS,
-                    GATED,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    LARGER,
-                    HAS_MORE,
-                    1,
-                ),
+                (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, LARGER, HAS_MORE, 1),
             ),
-            (
-                _fetch,
-                (
-                    ring,
-                    listed,
-                    slots_ptr,
-                    x_desc,
-                    x_ptr,
-                    weight_desc,
-                    more_desc,
-                    words_ptr,
-                    scales_ptr,
-                    outs,
-                    inputs,
-                    K,
-                    GATHERS,
-                    GATED,
-                ),
-            ),
+            (_fetch, (work, read, weight_desc, more_desc, words_ptr, scales_ptr, K, GATHERS, GATED)),
         ],
         [4, WARPS],
         [REGISTERS, 504 - 2 * REGISTERS],

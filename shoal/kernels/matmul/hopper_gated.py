@@ -47,8 +47,10 @@ def _tile(item, row_tiles, out_tiles):
 
 
 @gluon.jit
-def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles):
+def _fetch(x_desc, weight_desc, ring, sizes, F):
     """The work of the producer warp."""
+    x_smem, weight_smem, full, free = ring
+    steps, row_tiles, out_tiles = sizes
     BYTES: gl.constexpr = 2 * (x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
@@ -72,20 +74,10 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
 
 
 @gluon.jit
-def _multiply(
-    out_desc,
-    x_smem,
-    weight_smem,
-    out_smem,
-    full,
-    free,
-    steps,
-    row_tiles,
-    out_tiles,
-    ACTIVATION: gl.constexpr,
-    HALF: gl.constexpr,
-):
+def _multiply(out_desc, out_smem, ring, sizes, ACTIVATION: gl.constexpr, HALF: gl.constexpr):
     """The work of a warpgroup, on half of each tile's rows."""
+    x_smem, weight_smem, full, free = ring
+    steps, row_tiles, out_tiles = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
     dtype: gl.constexpr = x_smem.dtype
     # gate above up
@@ -134,41 +126,12 @@ def hopper_gated_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+    ring, sizes = (x_smem, weight_smem, full, free), (steps, row_tiles, out_tiles)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    out_desc,
-                    x_smem,
-                    weight_smem,
-                    out_smem.index(0),
-                    full,
-                    free,
-                    steps,
-                    row_tiles,
-                    out_tiles,
-                    ACTIVATION,
-                    0,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    out_desc,
-                    x_smem,
-                    weight_smem,
-                    out_smem.index(1),
-                    full,
-                    free,
-                    steps,
-                    row_tiles,
-                    out_tiles,
-                    ACTIVATION,
-                    1,
-                ),
-            ),
-            (_fetch, (x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles)),
+            (_multiply, (out_desc, out_smem.index(0), ring, sizes, ACTIVATION, 0)),
+            (_multiply, (out_desc, out_smem.index(1), ring, sizes, ACTIVATION, 1)),
+            (_fetch, (x_desc, weight_desc, ring, sizes, F)),
         ],
         [4, 1],
         [232, 40],
