@@ -237,70 +237,69 @@ class Matmul(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     """The fastest matmul that is known. The result is the same whenever the arguments are. `dtype` is that
-    of the weight."""
-    if dtype == torch.float8_e4m3fn:
-        return _choose_fp8(shape, rows, gpu)
-    limits = gpu.limits
-    if shape.bits < 16:
-        if rows == 1 and _is_for_int4_row_pipeline(shape, dtype, gpu):
+    of the weight. For each number of rows and format, the first that can and is fast comes first:
+
+    rows          16 bits                             fp8                    4 and 8 bits
+    1             HOPPER_ROW, ELEMENTWISE             HOPPER_ROW,            HOPPER_ROW, TILES
+                                                      ELEMENTWISE
+    2 to 16       HOPPER, ELEMENTWISE (up to 4),      TILES                  TILES
+                  TILES, CUBLAS
+    17 to 256     HOPPER, TILES (up to 32), CUBLAS    FP8_TORCH, FP8_MANY    TILES
+    more          HOPPER_GATED, CUBLAS                FP8_TORCH, FP8_MANY    CUBLAS, after unpacking
+
+    Float32 goes to cuBLAS. A norm before one row is inside where a ring takes it, and where it is narrow."""
+    is_fp8, is_packed = dtype == torch.float8_e4m3fn, shape.bits < 16
+    is_16_bits = dtype in TENSOR_TYPES and not is_packed
+    if rows == 1:
+        is_for_ring = _is_for_ring(shape, dtype, gpu)
+        if is_for_ring and shape.before is not Before.SUM_AND_NORM:
             return Matmul(Kernel.HOPPER_ROW, norms=shape.before is Before.NORM)
+        narrow = shape.inputs <= gpu.limits.normed_inputs or (is_16_bits and _has_few_outs(shape))
+        norms = shape.before is not Before.NOTHING and narrow
+        if (is_fp8 or is_16_bits) and (norms or not is_for_ring):
+            return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape, dtype), norms=norms)
+        if is_for_ring:
+            return Matmul(Kernel.HOPPER_ROW)
+    if is_fp8:
+        return _choose_fp8(shape, rows, gpu)
+    if is_packed:
         packed = choose_packed_tiles(shape, rows, gpu)
         return Matmul(Kernel.CUBLAS if packed is None else Kernel.TILES, packed)
-    if shape.before is not Before.NOTHING:
-        # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
-        if shape.before is Before.NORM and _is_for_row_pipeline(shape, rows, dtype, gpu):
-            return Matmul(Kernel.HOPPER_ROW, norms=True)
-        narrow = shape.inputs <= limits.normed_inputs or _has_few_outs(shape)
-        if rows == 1 and dtype in TENSOR_TYPES and narrow:
-            return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape), norms=True)
-    if _is_for_hopper_gated(shape, rows, dtype, gpu):
-        return Matmul(Kernel.HOPPER_GATED)
-    if _is_for_row_pipeline(shape, rows, dtype, gpu):
-        return Matmul(Kernel.HOPPER_ROW)
-    if gpu.hopper and dtype in TENSOR_TYPES:
-        hopper_tiles = choose_hopper_tiles(rows, shape.outs, shape.inputs, shape.gated, gpu.sms)
-        if hopper_tiles is not None:
-            return Matmul(Kernel.HOPPER, hopper_tiles)
-    if dtype in TENSOR_TYPES and (chosen := _choose_few_rows(shape, rows, limits)) is not None:
+    if is_16_bits and (chosen := _choose_16_bits(shape, rows, gpu)) is not None:
         return chosen
-    adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= limits.added_inputs)
+    adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= gpu.limits.added_inputs)
     return Matmul(Kernel.CUBLAS, adds=adds)
 
 
-def _is_for_row_pipeline(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
-    """Says if this is one row and a weight that is large in both directions."""
-    return (
-        gpu.hopper
-        and rows == 1
-        and dtype in TENSOR_TYPES
-        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
-        and shape.inputs <= WIDEST_ROW
-        and shape.inputs % 16 == 0
-    )
+def _is_for_ring(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
+    """Says if a weight for one row is large in both directions, and of a size that its loader reads."""
+    if not gpu.hopper or min(shape.outs, shape.inputs) < gpu.limits.pipeline_side:
+        return False
+    if dtype == torch.float8_e4m3fn:  # TMA reads it and its scales, 16 bytes at a time.
+        return (
+            shape.inputs <= WIDEST_PACKED_ROW
+            and shape.inputs % PIPELINE_GROUP == 0
+            and (shape.group == 0 or (shape.group == PIPELINE_GROUP and shape.outs % 4 == 0))
+        )
+    if shape.bits < 16:  # It is whole tiles.
+        return (
+            dtype == torch.bfloat16
+            and shape.bits == 4
+            and shape.group == PIPELINE_GROUP
+            and shape.inputs <= WIDEST_PACKED_ROW
+            and shape.inputs % INT4_TILE == 0
+            and not (shape.gated and shape.outs % 16)
+        )
+    return dtype in TENSOR_TYPES and shape.inputs <= WIDEST_ROW and shape.inputs % 16 == 0
 
 
-def _is_for_int4_row_pipeline(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
-    """Says if the weight is large in both directions and consists of whole tiles."""
-    return (
-        gpu.hopper
-        and dtype == torch.bfloat16
-        and shape.bits == 4
-        and shape.group == PIPELINE_GROUP
-        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
-        and shape.inputs <= WIDEST_PACKED_ROW
-        and shape.inputs % INT4_TILE == 0
-        and not (shape.gated and shape.outs % 16)
-    )
-
-
-def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
+def _is_for_hopper_gated(shape: Shape, rows: int, gpu: GPU) -> bool:
     """Says if these are many rows, of sizes that TMA can read and store, 16 bytes at a time."""
     return (
         gpu.hopper
         and shape.gated
         and not shape.bias
         and rows >= gpu.limits.gated_rows
-        and dtype in TENSOR_TYPES
         and shape.inputs % 8 == shape.outs % 8 == 0
     )
 
@@ -310,8 +309,12 @@ def _has_few_outs(shape: Shape) -> bool:
     return shape.weight_rows <= FEW_OUTS and shape.inputs <= WIDE_INPUTS
 
 
-def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
+def choose_tiles_of_one_row(shape: Shape, dtype: torch.dtype) -> ElementwiseTiles:
     columns = shape.inputs
+    if dtype == torch.float8_e4m3fn:
+        return ElementwiseTiles(
+            2 if shape.gated else 4, 1024, 4
+        )  # Small tiles: more of them are there at once.
     if columns <= 1024:
         return ElementwiseTiles(4, 1024, 4) if shape.weight_rows <= 4096 else ElementwiseTiles(8, 512, 4)
     if columns <= 2048:
@@ -326,11 +329,15 @@ def choose_tiles_of_one_row(shape: Shape) -> ElementwiseTiles:
     return ElementwiseTiles(2, 1024, 4)  # Small tiles: more of them are there at once.
 
 
-def _choose_few_rows(shape: Shape, rows: int, limits: Limits) -> Matmul | None:
-    """Chooses Triton's kernels for numbers of 16 bits. None: cuBLAS is as fast."""
-    if rows == 1:
-        return Matmul(Kernel.ELEMENTWISE, choose_tiles_of_one_row(shape))
-    columns = shape.inputs
+def _choose_16_bits(shape: Shape, rows: int, gpu: GPU) -> Matmul | None:
+    """Chooses for two and more rows of numbers of 16 bits. None: cuBLAS is as fast."""
+    if _is_for_hopper_gated(shape, rows, gpu):
+        return Matmul(Kernel.HOPPER_GATED)
+    if gpu.hopper:
+        hopper_tiles = choose_hopper_tiles(rows, shape.outs, shape.inputs, shape.gated, gpu.sms)
+        if hopper_tiles is not None:
+            return Matmul(Kernel.HOPPER, hopper_tiles)
+    columns, limits = shape.inputs, gpu.limits
     elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_matmuls
     if 0 < rows <= 4 and not shape.gated and elementwise:
         return Matmul(Kernel.ELEMENTWISE, ElementwiseTiles(4, *((256, 1) if columns <= 1024 else (1024, 4))))
@@ -423,21 +430,9 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
     return replace(whole, splits=max(1, min(most, splits)))
 
 
-def _is_for_fp8_row_pipeline(shape: Shape, gpu: GPU) -> bool:
-    """Says if the weight is large in both directions and TMA can read it and its scales, 16 bytes at a
-    time."""
-    return (
-        gpu.hopper
-        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
-        and shape.inputs <= WIDEST_PACKED_ROW
-        and shape.inputs % PIPELINE_GROUP == 0
-        and (shape.group == 0 or (shape.group == PIPELINE_GROUP and shape.outs % 4 == 0))
-    )
-
-
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
-    """Chooses for a weight in fp8. Rows become fp8 by their number alone, because the operation that makes
-    them must know before."""
+    """Chooses for two and more rows and a weight in fp8. Rows become fp8 by their number alone, because the
+    operation that makes them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
         tiles = [RowTiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
@@ -447,12 +442,6 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
         takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         return Matmul(Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY, next(busy, tiles[-1]))
-    if rows == 1:
-        kernel = Kernel.HOPPER_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.ELEMENTWISE
-        narrow = kernel is Kernel.HOPPER_ROW or shape.inputs <= gpu.limits.normed_inputs
-        norms = shape.before is Before.NORM and narrow
-        # Small tiles: more of them are there at once.
-        return Matmul(kernel, ElementwiseTiles(2 if shape.gated else 4, 1024, 4), norms=norms)
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     rounds = cdiv(shape.inputs, columns)

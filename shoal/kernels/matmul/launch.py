@@ -45,10 +45,10 @@ def choose_for(
     else:
         numbers, bits, group = weight.words, weight.bits, weight.group
     shape = Shape(outs, inputs, before, after, bias is not None, bits, group)
-    chosen = choose(shape, len(x_TI), dtype, dispatch.gpu_of(numbers.device))
-    if isinstance(weight, Fp8Matrix) and chosen.kernel is Kernel.HOPPER_ROW and x_TI.dtype != torch.bfloat16:
-        return Matmul(Kernel.ELEMENTWISE, chosen.tiles)  # The ring cuts bf16 into numbers of fp8.
-    return chosen
+    gpu = dispatch.gpu_of(numbers.device)
+    if isinstance(weight, Fp8Matrix) and x_TI.dtype != torch.bfloat16:
+        gpu = gpu._replace(hopper=False)  # Its ring cuts bf16 into numbers of fp8.
+    return choose(shape, len(x_TI), dtype, gpu)
 
 
 def launch(
