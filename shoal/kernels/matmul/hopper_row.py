@@ -28,23 +28,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from shoal.kernels.hopper import barrier, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import gate_mul, wait_for_inputs
-from shoal.kernels.matmul.hopper_row_loaders import (
-    FP8_SLICES,
-    INT4_SLICES,
-    OUTS,
-    PART,
-    PLAIN_OUTS,
-    SCALE_GROUPS,
-    STEPS,
-    TILE,
-    Fp8Loader,
-    Int4Loader,
-    PlainLoader,
-)
-from shoal.kernels.matmul.loaders import Fp8Matrix
-from shoal.kernels.matmul.tile_matmul import Weight, weight_shape
+from shoal.kernels.matmul.hopper_row_loaders import TILE, Fp8Loader, Int4Loader, PlainLoader
+from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
+from shoal.kernels.matmul.tile_matmul import Weight
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
+
+SWIZZLED = gl.NVMMASharedLayout(128, 8, rank=3)  # weights as the tensor cores read them
+PLAIN_ROWS = gl.NVMMASharedLayout(0, 32)  # words and scales as they lie
 
 
 class Ring(NamedTuple):
@@ -60,10 +51,10 @@ class Ring(NamedTuple):
     programs: int
 
 
-PLAIN = Ring("plain", PLAIN_OUTS.value, PLAIN_OUTS.value, stages=8, early=6, programs=1)  # tiles of 16 KB
-FP8 = Ring("fp8", OUTS.value, FP8_SLICES.value, stages=8, early=6, programs=1)  # tiles of 16 KB
+PLAIN = Ring("plain", outs=8, warps=8, stages=8, early=6, programs=1)  # tiles of 16 KB
+FP8 = Ring("fp8", outs=16, warps=8, stages=8, early=6, programs=1)  # tiles of 16 KB
 # Tiles of 8 KB. One of three programs multiplies while others make operands.
-INT4 = Ring("int4", OUTS.value, INT4_SLICES.value, stages=6, early=2, programs=3)
+INT4 = Ring("int4", outs=16, warps=4, stages=6, early=2, programs=3)
 
 
 @gluon.jit
@@ -118,11 +109,11 @@ def hopper_row_kernel(
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     PLACES: gl.constexpr = STAGES // (1 + GATED)
     if FORMAT == "plain":
-        loader = PlainLoader.create(weight, scales, minima, O, I, GATED, EVEN, STAGES, BLOCK_X)
+        loader = PlainLoader.create(weight, scales, minima, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X)
     elif FORMAT == "fp8":
-        loader = Fp8Loader.create(weight, scales, minima, O, I, GATED, EVEN, STAGES, BLOCK_X)
+        loader = Fp8Loader.create(weight, scales, minima, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X)
     else:
-        loader = Int4Loader.create(weight, scales, minima, O, I, GATED, EVEN, STAGES, BLOCK_X)
+        loader = Int4Loader.create(weight, scales, minima, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X)
     k_tiles, step = gl.cdiv(I, TILE), gl.num_programs(0)
     next_k_tile, next_strip = 0, gl.program_id(0)
     for stage in range(EARLY // (1 + GATED)):
@@ -133,10 +124,11 @@ def hopper_row_kernel(
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
-    x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    x = gl.load(x_ptr + at, mask=at < I, other=0.0)
     for stage in range(EARLY // (1 + GATED), PLACES):
         loader.request(stage, next_strip, next_k_tile)
         next_k_tile, next_strip = _following(next_k_tile, next_strip, k_tiles, step)
+    x = x.to(gl.float32)
     if norm_ptr is not None:
         x = _normed(x, norm, I, eps, DTYPE)
     smaller = loader.put_row(x)
@@ -178,23 +170,20 @@ def hopper_row_matmul(
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
     added to `residual_1O` in place, if there is one, which is then returned. With `norm_weight_I`, x is
     normalised first. dispatch.py says which weights a ring takes."""
-    rows, inputs = weight_shape(weight)
-    outs = rows // (1 + gated)
-    assert x_1I.is_contiguous() and x_1I.shape == (1, inputs)
+    inputs = x_1I.shape[1]
+    operands: tuple[torch.Tensor | TensorDescriptor | None, ...]
+    if isinstance(weight, torch.Tensor):
+        assert weight.is_contiguous()
+        ring, (rows, columns), operands = PLAIN, weight.shape, (weight, None, None)
+    elif isinstance(weight, Fp8Matrix):
+        ring, (rows, columns), operands = FP8, weight.data.shape, _described_fp8(weight)
+    else:
+        ring, (rows, columns), operands = INT4, weight.shape, _described_int4(weight)
+    outs, even = rows // (1 + gated), inputs % TILE.value == 0
+    assert x_1I.is_contiguous() and columns == inputs
+    assert ring is not INT4 or (even and (not gated or outs % INT4.outs == 0))
     out_1O = empty_matmul_input(x_1I, 1, outs) if residual_1O is None else residual_1O
     assert out_1O.is_contiguous() and out_1O.shape == (1, outs) and out_1O.dtype == x_1I.dtype
-    if isinstance(weight, Fp8Matrix):
-        ring, operands = FP8, _described_fp8(weight)
-    elif isinstance(weight, torch.Tensor):
-        assert weight.is_contiguous()
-        ring, operands = PLAIN, (weight, None, None)
-    else:
-        assert inputs % TILE.value == 0 and not weight.e2m1 and (not gated or outs % OUTS.value == 0)
-        scales, minima = (
-            None if tensor is None else _described(tensor.view(-1, 8), [SCALE_GROUPS.value, 8])
-            for tensor in (weight.scales, weight.minima)
-        )
-        ring, operands = INT4, (_described(weight.words.view(-1, 128), [STEPS.value, 128]), scales, minima)
     programs = min(ring.programs * dispatch.gpu_of(x_1I.device).sms, cdiv(outs, ring.outs))
     hopper_row_kernel[(programs,)](
         x_1I,
@@ -208,7 +197,7 @@ def hopper_row_matmul(
         FORMAT=ring.format,
         GATED=gated,
         ADD=residual_1O is not None,
-        EVEN=inputs % TILE.value == 0,
+        EVEN=even,
         OUTS=ring.outs,
         STAGES=ring.stages,
         EARLY=ring.early,
@@ -220,20 +209,23 @@ def hopper_row_matmul(
 
 
 def _described_fp8(matrix: Fp8Matrix) -> tuple[TensorDescriptor, torch.Tensor | TensorDescriptor, None]:
+    """Tiles are 16 outputs by 8 slices of 128 inputs."""
     (rows, inputs), scales = matrix.data.shape, matrix.scales
     weight_desc = TensorDescriptor(
-        matrix.data,
-        [rows, inputs // PART.value, PART.value],
-        [inputs, PART.value, 1],
-        [OUTS.value, FP8_SLICES.value, PART.value],
-        gl.NVMMASharedLayout(128, 8, rank=3),
+        matrix.data, [rows, inputs // 128, 128], [inputs, 128, 1], [16, 8, 128], SWIZZLED
     )
-    if not matrix.group:
-        return weight_desc, scales, None
-    return weight_desc, _described(scales, [FP8_SLICES.value, OUTS.value]), None
+    return weight_desc, _described(scales, [8, 16]) if matrix.group else scales, None
+
+
+def _described_int4(
+    weight: TiledWeight,
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
+    """Tiles are 16 steps of 128 words, and 8 groups of 8 pairs of scales."""
+    assert not weight.e2m1
+    words, scales = weight.words.view(-1, 128), weight.scales.view(-1, 8)
+    minima = None if weight.minima is None else _described(weight.minima.view(-1, 8), [8, 8])
+    return _described(words, [16, 128]), _described(scales, [8, 8]), minima
 
 
 def _described(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(
-        matrix, list(matrix.shape), [matrix.shape[1], 1], block, gl.NVMMASharedLayout(0, 32)
-    )
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], block, PLAIN_ROWS)

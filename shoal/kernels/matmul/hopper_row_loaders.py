@@ -47,73 +47,60 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shoal.kernels.hopper import aggregate, barrier
 
+# Sizes are those of the shared memory, and few names are global, as each launch compares them all.
 TILE: gl.constexpr = gl.constexpr(1024)  # inputs of a tile
-# PlainLoader's
-PLAIN_OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a strip, one a warp
-PLAIN_PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
-PLAIN_PARTS: gl.constexpr = gl.constexpr(4)
-PLAIN_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))  # output, input
-# The other loaders'
-OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a strip
-PART: gl.constexpr = gl.constexpr(128)  # inputs of a matmul, as many bytes as TMA swizzles as one row
-FP8_SLICES: gl.constexpr = gl.constexpr(8)  # slices of a tile's inputs, and warps, which share its 128 rows
-INT4_SLICES: gl.constexpr = gl.constexpr(4)  # the same, one a warp
-STEPS: gl.constexpr = gl.constexpr(16)  # steps of a tile of 4 bits: 64 inputs of 16 outputs, 16 bytes a lane
-SCALE_GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
-LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number becomes 2^7 to 2^8.
-ROW_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 8))
-LINES: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-LINE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-BOX: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-# From gpu_weight.py's scales and minima in bf16 to scales and minima of quants in fp8.
-SCALE: gl.constexpr = gl.constexpr(2.0**-108)
-MINIMUM: gl.constexpr = gl.constexpr(2.0**16)
-ZERO: gl.constexpr = gl.constexpr(-8 * 2.0**-9)  # the zero of a symmetric quant, in those scales
+INT4_SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs with 4 bits, of two parts, one a warp
 
 
 @aggregate
 class PlainLoader:
     weight_ptr: gl.tensor
-    ring: gl.shared_memory_descriptor  # a tile's parts, each of 8 outputs, and those of up
+    ring: gl.shared_memory_descriptor  # parts of a tile, OUTS rows each, and those of up
     row: gl.shared_memory_descriptor
     O: gl.tensor
     I: gl.tensor
     GATED: gl.constexpr
     EVEN: gl.constexpr
+    OUTS: gl.constexpr
+    PART: gl.constexpr  # inputs that a warp reads at once, 16 bytes a thread
+    LAYOUT: gl.constexpr  # output, input
 
     @gluon.constexpr_function
-    def __init__(self, weight_ptr, ring, row, O, I, GATED, EVEN):
+    def __init__(self, weight_ptr, ring, row, O, I, GATED, EVEN, OUTS):
         self.weight_ptr, self.ring, self.row, self.O, self.I = weight_ptr, ring, row, O, I
-        self.GATED, self.EVEN = gl.constexpr(GATED), gl.constexpr(EVEN)
+        self.GATED, self.EVEN, self.OUTS = gl.constexpr(GATED), gl.constexpr(EVEN), gl.constexpr(OUTS)
+        self.PART = gl.constexpr(ring.shape[2])
+        self.LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [OUTS, 1], [1, 0]))
 
     @gluon.jit
-    def create(weight_ptr, scales, minima, O, I, GATED, EVEN, STAGES, BLOCK_X):
+    def create(weight_ptr, scales, minima, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X):
         DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
-        ROWS: gl.constexpr = (1 + GATED) * PLAIN_PARTS * PLAIN_OUTS
-        ring = gl.allocate_shared_memory(DTYPE, [STAGES // (1 + GATED), ROWS, PLAIN_PART], LINES)
-        row = gl.allocate_shared_memory(DTYPE, [BLOCK_X], LINE)
-        return PlainLoader(weight_ptr, ring, row, O, I, GATED, EVEN)
+        PART: gl.constexpr = 256
+        shape: gl.constexpr = [STAGES // (1 + GATED), (1 + GATED) * (TILE // PART) * OUTS, PART]
+        ring = gl.allocate_shared_memory(DTYPE, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        row = gl.allocate_shared_memory(DTYPE, [BLOCK_X], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return PlainLoader(weight_ptr, ring, row, O, I, GATED, EVEN, OUTS)
 
     @gluon.jit
     def request(self, stage, strip, k_tile):
-        row = gl.arange(0, self.ring.shape[1], gl.SliceLayout(1, PLAIN_LAYOUT))
-        out = strip * PLAIN_OUTS + row % PLAIN_OUTS
-        part = k_tile * PLAIN_PARTS + row // PLAIN_OUTS % PLAIN_PARTS
-        column = (
-            part[:, None] * PLAIN_PART + gl.arange(0, PLAIN_PART, gl.SliceLayout(0, PLAIN_LAYOUT))[None, :]
-        )
+        PARTS: gl.constexpr = TILE // self.PART
+        row = gl.arange(0, self.ring.shape[1], gl.SliceLayout(1, self.LAYOUT))
+        out = strip * self.OUTS + row % self.OUTS
+        part = k_tile * PARTS + row // self.OUTS % PARTS
+        column = part[:, None] * self.PART
+        column += gl.arange(0, self.PART, gl.SliceLayout(0, self.LAYOUT))[None, :]
         inside = (out < self.O)[:, None]
         if not self.EVEN:
             inside = inside & (column < self.I)
         if self.GATED:
-            out += row // (PLAIN_PARTS * PLAIN_OUTS) * self.O
+            out += row // (PARTS * self.OUTS) * self.O
         ptrs = self.weight_ptr + out.to(gl.int64)[:, None] * self.I + column
         async_copy.async_copy_global_to_shared(self.ring.index(stage), ptrs, mask=inside)
         async_copy.commit_group()  # Each request is a group, those beyond the last strip, too.
 
     @gluon.jit
     def order(self):
-        return gl.arange(0, self.row.shape[0], gl.BlockedLayout([8], [32], [PLAIN_OUTS], [0]))
+        return gl.arange(0, self.row.shape[0], gl.BlockedLayout([8], [32], [self.OUTS], [0]))
 
     @gluon.jit
     def put_row(self, x):
@@ -122,8 +109,8 @@ class PlainLoader:
 
     @gluon.jit
     def start(self, strip):
-        out = strip * PLAIN_OUTS + gl.arange(0, PLAIN_OUTS, gl.SliceLayout(1, PLAIN_LAYOUT))
-        return out, 1.0, 1.0, gl.zeros([PLAIN_OUTS, PLAIN_PART], gl.float32, PLAIN_LAYOUT)
+        out = strip * self.OUTS + gl.arange(0, self.OUTS, gl.SliceLayout(1, self.LAYOUT))
+        return out, 1.0, 1.0, gl.zeros([self.OUTS, self.PART], gl.float32, self.LAYOUT)
 
     @gluon.jit
     def wait(self, stage, turn):
@@ -131,24 +118,26 @@ class PlainLoader:
 
     @gluon.jit
     def multiply(self, stage, k_tile, sums, up_sums):
-        DTYPE: gl.constexpr = self.row.dtype
-        row = self.row._reinterpret(DTYPE, [self.row.shape[0] // PLAIN_PART, PLAIN_PART], LINE)
-        for part in gl.static_range(PLAIN_PARTS):
-            of_row = k_tile * PLAIN_PARTS + part
-            x = row.index(of_row).load(gl.SliceLayout(0, PLAIN_LAYOUT)).to(gl.float32)[None, :]
-            place = stage * (self.ring.shape[1] // PLAIN_OUTS) + part
+        PARTS: gl.constexpr = TILE // self.PART
+        row = self.row._reinterpret(
+            self.row.dtype, [self.row.shape[0] // self.PART, self.PART], self.row.layout
+        )
+        for part in gl.static_range(PARTS):
+            of_row = k_tile * PARTS + part
+            x = row.index(of_row).load(gl.SliceLayout(0, self.LAYOUT)).to(gl.float32)[None, :]
+            place = stage * ((1 + self.GATED) * PARTS) + part
             sums += self._product(place, of_row, x)
             if self.GATED:
-                up_sums += self._product(place + PLAIN_PARTS, of_row, x)
+                up_sums += self._product(place + PARTS, of_row, x)
         return sums, up_sums
 
     @gluon.jit
     def _product(self, place, of_row, x):
-        PARTS: gl.constexpr = self.ring.shape[0] * self.ring.shape[1] // PLAIN_OUTS
-        parts = self.ring._reinterpret(self.row.dtype, [PARTS, PLAIN_OUTS, PLAIN_PART], LINES)
-        product = parts.index(place).load(PLAIN_LAYOUT).to(gl.float32) * x
+        PARTS: gl.constexpr = self.ring.shape[0] * self.ring.shape[1] // self.OUTS
+        parts = self.ring._reinterpret(self.row.dtype, [PARTS, self.OUTS, self.PART], self.ring.layout)
+        product = parts.index(place).load(self.LAYOUT).to(gl.float32) * x
         if not self.EVEN:  # What was not copied need not be zeros.
-            column = of_row * PLAIN_PART + gl.arange(0, PLAIN_PART, gl.SliceLayout(0, PLAIN_LAYOUT))
+            column = of_row * self.PART + gl.arange(0, self.PART, gl.SliceLayout(0, self.LAYOUT))
             product = gl.where((column < self.I)[None, :], product, 0.0)
         return product
 
@@ -185,19 +174,20 @@ def _barriers(COUNT: gl.constexpr):
 def _put_row(x, row):
     """Puts a row, [parts, 128] in float32, into shared memory as high and low in fp8, [2 parts, 128]. Returns
     the row times a power of two, as high and low stand for it, and what makes up for that power."""
+    SHIFT: gl.constexpr = 7  # The largest number becomes 2^7 to 2^8.
     largest = gl.max(gl.max(gl.abs(x), axis=1), axis=0)
     # Powers of two are made of float32's bits. The scale of a row with an infinite number is NaN, as its
     # products are.
     exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 8)
-    larger = ((254 + LARGEST_SHIFT - exponent) << 23).to(gl.float32, bitcast=True)
-    smaller = ((exponent - LARGEST_SHIFT) << 23).to(gl.float32, bitcast=True)
+    larger = ((254 + SHIFT - exponent) << 23).to(gl.float32, bitcast=True)
+    smaller = ((exponent - SHIFT) << 23).to(gl.float32, bitcast=True)
     smaller = gl.where(exponent == 255, float("nan"), smaller)
     x *= larger
     # The first 4 bits are kept, as the numbers that rounding to fp8 gives come back in another order from
     # Triton 3.6's conversion to float32.
     high = (x.to(gl.int32, bitcast=True) & -0x100000).to(gl.float32, bitcast=True)
     both = gl.join(high.to(row.dtype), ((x - high) * 16.0).to(row.dtype))
-    row = row._reinterpret(row.dtype, [2 * x.shape[0], PART], ROW_LAYOUT)
+    row = row._reinterpret(row.dtype, [2 * x.shape[0], x.shape[1]], row.layout)
     row.store(both.permute((0, 2, 1)).reshape(row.shape))
     fence_async_shared()
     barrier()
@@ -210,6 +200,7 @@ def _total(sums, BY_SLICE: gl.constexpr):
     rows of a slice follow each other, otherwise the rows of an output."""
     mma: gl.constexpr = sums.type.layout
     SLICES: gl.constexpr = sums.shape[1] // 2
+    OUTS: gl.constexpr = sums.shape[0] // SLICES
     row = gl.arange(0, OUTS * SLICES, gl.SliceLayout(1, mma))[:, None]
     column = gl.arange(0, 2 * SLICES, gl.SliceLayout(0, mma))[None, :]
     own = gl.where(column % 2 == 0, sums, sums * 0.0625)
@@ -232,22 +223,29 @@ class Fp8Loader(_TmaLoader):
     O: gl.tensor
     GATED: gl.constexpr
     GROUPED: gl.constexpr
+    OUTS: gl.constexpr
+    SLICES: gl.constexpr  # slices of a tile's inputs, and warps
+    PART: gl.constexpr  # inputs of a slice, as many bytes as TMA swizzles as one row
 
     @gluon.constexpr_function
     def __init__(self, weight_desc, scales, ring, scales_ring, full, row, O, GATED, GROUPED):
         self.weight_desc, self.scales, self.ring, self.scales_ring = weight_desc, scales, ring, scales_ring
         self.full, self.row, self.O = full, row, O
         self.GATED, self.GROUPED = gl.constexpr(GATED), gl.constexpr(GROUPED)
+        self.OUTS, self.SLICES, self.PART = (gl.constexpr(size) for size in ring.shape[1:])
 
     @gluon.jit
-    def create(weight_desc, scales, minima, O, I, GATED, EVEN, STAGES, BLOCK_X):
+    def create(weight_desc, scales, minima, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X):
         FP8: gl.constexpr = weight_desc.dtype
         GROUPED: gl.constexpr = isinstance(scales, tma.tensor_descriptor)
-        ring = gl.allocate_shared_memory(FP8, [STAGES, OUTS, FP8_SLICES, PART], weight_desc.layout)
+        ring = gl.allocate_shared_memory(FP8, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)
         scales_ring = ring
         if GROUPED:
-            scales_ring = gl.allocate_shared_memory(gl.float32, [STAGES, FP8_SLICES, OUTS], scales.layout)
-        row = gl.allocate_shared_memory(FP8, [BLOCK_X // TILE, 2 * FP8_SLICES, PART], ROW_LAYOUT)
+            shape: gl.constexpr = [STAGES] + scales.block_type.shape
+            scales_ring = gl.allocate_shared_memory(gl.float32, shape, scales.layout)
+        SLICES: gl.constexpr = ring.shape[2]
+        row_shape: gl.constexpr = [BLOCK_X // TILE, 2 * SLICES, TILE // SLICES]
+        row = gl.allocate_shared_memory(FP8, row_shape, gl.NVMMASharedLayout(128, 8))
         full = _barriers(STAGES // (1 + GATED))
         return Fp8Loader(weight_desc, scales, ring, scales_ring, full, row, O, GATED, GROUPED)
 
@@ -255,11 +253,11 @@ class Fp8Loader(_TmaLoader):
     def request(self, stage, strip, k_tile):
         SCALES: gl.constexpr = self.scales.block_type.nbytes if self.GROUPED else 0
         BYTES: gl.constexpr = (1 + self.GATED) * (self.weight_desc.block_type.nbytes + SCALES)
-        full, part = self.full.index(stage), k_tile * FP8_SLICES
-        pred = strip * OUTS < self.O
+        full, part = self.full.index(stage), k_tile * self.SLICES
+        pred = strip * self.OUTS < self.O
         mbarrier.expect(full, BYTES, pred=pred)
         for half in gl.static_range(1 + self.GATED):
-            place, out = stage * (1 + self.GATED) + half, strip * OUTS + half * self.O
+            place, out = stage * (1 + self.GATED) + half, strip * self.OUTS + half * self.O
             tma.async_copy_global_to_shared(
                 self.weight_desc, [out, part, 0], full, self.ring.index(place), pred=pred
             )
@@ -270,9 +268,9 @@ class Fp8Loader(_TmaLoader):
 
     @gluon.jit
     def order(self):
-        layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [FP8_SLICES, 1], [1, 0])
-        part = gl.arange(0, self.row.shape[0] * FP8_SLICES, gl.SliceLayout(1, layout))
-        return part[:, None] * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
+        layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [self.SLICES, 1], [1, 0])
+        part = gl.arange(0, self.row.shape[0] * self.SLICES, gl.SliceLayout(1, layout))
+        return part[:, None] * self.PART + gl.arange(0, self.PART, gl.SliceLayout(0, layout))[None, :]
 
     @gluon.jit
     def put_row(self, x):
@@ -281,14 +279,14 @@ class Fp8Loader(_TmaLoader):
 
     @gluon.jit
     def start(self, strip):
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [FP8_SLICES, 1], [16, 2 * FP8_SLICES, 32])
-        out = strip * OUTS + gl.arange(0, OUTS, gl.BlockedLayout([1], [32], [FP8_SLICES], [0]))
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [self.SLICES, 1], [16, 2 * self.SLICES, 32])
+        out = strip * self.OUTS + gl.arange(0, self.OUTS, gl.BlockedLayout([1], [32], [self.SLICES], [0]))
         factor, up_factor = 1.0, 1.0
         if not self.GROUPED:
             factor = gl.load(self.scales + out, mask=out < self.O, other=0.0)
             if self.GATED:
                 up_factor = gl.load(self.scales + self.O + out, mask=out < self.O, other=0.0)
-        return out, factor, up_factor, gl.zeros((OUTS * FP8_SLICES, 2 * FP8_SLICES), gl.float32, mma)
+        return out, factor, up_factor, gl.zeros((self.OUTS * self.SLICES, 2 * self.SLICES), gl.float32, mma)
 
     @gluon.jit
     def multiply(self, stage, k_tile, sums, up_sums):
@@ -304,23 +302,24 @@ class Fp8Loader(_TmaLoader):
 
     @gluon.jit
     def _product(self, place, k_tile, sums):
-        STAGES: gl.constexpr = self.ring.shape[0]
-        weights = self.ring._reinterpret(self.ring.dtype, [STAGES, OUTS * FP8_SLICES, PART], ROW_LAYOUT)
+        shape: gl.constexpr = [self.ring.shape[0], self.OUTS * self.SLICES, self.PART]
+        weights = self.ring._reinterpret(self.ring.dtype, shape, self.row.layout)
         row = self.row.index(k_tile).permute((1, 0))
         return warpgroup_mma(weights.index(place), row, sums, use_acc=False, is_async=True)
 
     @gluon.jit
     def _scaled(self, product, place):
         if self.GROUPED:
+            plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             of_rows: gl.constexpr = gl.DistributedLinearLayout(
                 [[1, 0]],
                 [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
                 [[2, 0], [4, 0], [8, 0]],
                 [],
-                [OUTS, FP8_SLICES],
+                [self.OUTS, self.SLICES],
             )
-            scales = self.scales_ring._reinterpret(gl.float32, self.scales_ring.shape, LINES)
-            scales = scales.index(place).permute((1, 0)).load(of_rows).reshape((OUTS * FP8_SLICES,))
+            scales = self.scales_ring._reinterpret(gl.float32, self.scales_ring.shape, plain)
+            scales = scales.index(place).permute((1, 0)).load(of_rows).reshape((self.OUTS * self.SLICES,))
             rows: gl.constexpr = gl.SliceLayout(1, product.type.layout)
             product *= gl.convert_layout(scales, rows, assert_trivial=True)[:, None]
         return product
@@ -334,8 +333,7 @@ class Fp8Loader(_TmaLoader):
 def _in_order(x):
     """Puts the inputs of each part, which come in the row's order, in the weights' order. A thread has whole
     sixteens of them, so that none goes to another one."""
-    PARTS: gl.constexpr = x.shape[0]
-    return x.reshape((PARTS, PART // 16, 2, 4, 2)).permute((0, 1, 3, 4, 2)).reshape((PARTS, PART))
+    return x.reshape((x.shape[0], x.shape[1] // 16, 2, 4, 2)).permute((0, 1, 3, 4, 2)).reshape(x.shape)
 
 
 @gluon.jit
@@ -373,14 +371,15 @@ def _operand(words, dot: gl.constexpr):
     low = _quants(words, "and.b32 $0, $1, 0x0F0F0F0F;")
     high = _quants(words, "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }")
     quants = gl.join(low, high).to(gl.float8e4nv, bitcast=True)
-    quants = quants.permute((0, 8, 2, 1, 4, 5, 3, 6, 7)).reshape((OUTS * INT4_SLICES, PART))
+    quants = quants.permute((0, 8, 2, 1, 4, 5, 3, 6, 7)).reshape((16 * INT4_SLICES, 128))
     return gl.convert_layout(quants, dot, assert_trivial=True)
 
 
 @gluon.jit
-def _pairs(ring, place, pairs: gl.constexpr):
-    """The numbers in bf16 of each slice's two groups, one after the other: of outputs g and of outputs g + 8,
-    [4 slices, 8]."""
+def _pairs(ring, place, pairs: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr):
+    """The numbers in bf16 of each slice's two groups, one after the other: of outputs g, times LOW, and of
+    outputs g + 8, times HIGH, [4 slices, 8]."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     both: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0]],
         [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
@@ -388,15 +387,15 @@ def _pairs(ring, place, pairs: gl.constexpr):
         [],
         [INT4_SLICES, 2, 8],
     )  # as the tensor cores' rows lie, two of them together
-    numbers = ring._reinterpret(gl.int32, [ring.shape[0], INT4_SLICES, 2, 8], BOX)
+    numbers = ring._reinterpret(gl.int32, [ring.shape[0], INT4_SLICES, 2, 8], plain)
     first, last = gl.split(numbers.index(place).load(both).permute((0, 2, 1)))
     first = gl.convert_layout(first, pairs, assert_trivial=True)
     last = gl.convert_layout(last, pairs, assert_trivial=True)
     return (
-        (first << 16).to(gl.float32, bitcast=True),
-        (first & -65536).to(gl.float32, bitcast=True),
-        (last << 16).to(gl.float32, bitcast=True),
-        (last & -65536).to(gl.float32, bitcast=True),
+        (first << 16).to(gl.float32, bitcast=True) * LOW,
+        (first & -65536).to(gl.float32, bitcast=True) * HIGH,
+        (last << 16).to(gl.float32, bitcast=True) * LOW,
+        (last & -65536).to(gl.float32, bitcast=True) * HIGH,
     )
 
 
@@ -405,7 +404,7 @@ def _add(part, low, high, low_minimum, high_minimum, x_sum, all_sums):
     """Adds the matmul of a half of a tile, with its scales, and what its minima are with the sums of its
     inputs."""
     sums, lowest, highest = all_sums
-    rows = gl.join(low, high).permute((0, 2, 1)).reshape((OUTS * INT4_SLICES,))
+    rows = gl.join(low, high).permute((0, 2, 1)).reshape((part.shape[0],))
     of_rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     sums += part * gl.convert_layout(rows, of_rows, assert_trivial=True)[:, None]
     x = x_sum[:, None]
@@ -422,46 +421,50 @@ class Int4Loader(_TmaLoader):
     minima: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     row: gl.shared_memory_descriptor
-    row_sums: gl.shared_memory_descriptor  # one a part
+    row_sums: gl.shared_memory_descriptor  # one a part of 128 inputs
     O: gl.tensor
     I: gl.tensor
     GATED: gl.constexpr
     MINIMA: gl.constexpr
+    OUTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, descriptors, words, scales, minima, full, row, row_sums, O, I, GATED, MINIMA):
+    def __init__(self, descriptors, words, scales, minima, full, row, row_sums, O, I, GATED, MINIMA, OUTS):
         self.words_desc, self.scales_desc, self.minima_desc = descriptors
         self.words, self.scales, self.minima, self.full = words, scales, minima, full
         self.row, self.row_sums, self.O, self.I = row, row_sums, O, I
-        self.GATED, self.MINIMA = gl.constexpr(GATED), gl.constexpr(MINIMA)
+        self.GATED, self.MINIMA, self.OUTS = gl.constexpr(GATED), gl.constexpr(MINIMA), gl.constexpr(OUTS)
 
     @gluon.jit
-    def create(words_desc, scales_desc, minima_desc, O, I, GATED, EVEN, STAGES, BLOCK_X):
+    def create(words_desc, scales_desc, minima_desc, O, I, GATED, EVEN, OUTS, STAGES, BLOCK_X):
         MINIMA: gl.constexpr = minima_desc is not None
-        PARTS: gl.constexpr = BLOCK_X // PART
-        words = gl.allocate_shared_memory(gl.int32, [STAGES, STEPS, 128], words_desc.layout)
-        scales = gl.allocate_shared_memory(gl.int32, [STAGES, SCALE_GROUPS, 8], scales_desc.layout)
+        words_shape: gl.constexpr = [STAGES] + words_desc.block_type.shape
+        scales_shape: gl.constexpr = [STAGES] + scales_desc.block_type.shape
+        words = gl.allocate_shared_memory(gl.int32, words_shape, words_desc.layout)
+        scales = gl.allocate_shared_memory(gl.int32, scales_shape, scales_desc.layout)
         minima, descriptors = scales, (words_desc, scales_desc, scales_desc)
         if MINIMA:
-            minima = gl.allocate_shared_memory(gl.int32, [STAGES, SCALE_GROUPS, 8], scales_desc.layout)
+            minima = gl.allocate_shared_memory(gl.int32, scales_shape, scales_desc.layout)
             descriptors = words_desc, scales_desc, minima_desc
         full = _barriers(STAGES // (1 + GATED))
-        row_shape: gl.constexpr = [PARTS // INT4_SLICES, 2 * INT4_SLICES, PART]
-        row = gl.allocate_shared_memory(gl.float8e4nv, row_shape, ROW_LAYOUT)
-        row_sums = gl.allocate_shared_memory(gl.float32, [PARTS], LINE)
-        return Int4Loader(descriptors, words, scales, minima, full, row, row_sums, O, I, GATED, MINIMA)
+        row_shape: gl.constexpr = [BLOCK_X // 128 // INT4_SLICES, 2 * INT4_SLICES, 128]
+        row = gl.allocate_shared_memory(gl.float8e4nv, row_shape, gl.NVMMASharedLayout(128, 8))
+        row_sums = gl.allocate_shared_memory(
+            gl.float32, [BLOCK_X // 128], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        return Int4Loader(descriptors, words, scales, minima, full, row, row_sums, O, I, GATED, MINIMA, OUTS)
 
     @gluon.jit
     def request(self, stage, strip, k_tile):
         SCALES: gl.constexpr = self.scales_desc.block_type.nbytes
         BYTES: gl.constexpr = self.words_desc.block_type.nbytes + (1 + self.MINIMA) * SCALES
         full = self.full.index(stage)
-        pred = strip * OUTS < self.O
+        pred = strip * self.OUTS < self.O
         mbarrier.expect(full, (1 + self.GATED) * BYTES, pred=pred)
         for half in gl.static_range(1 + self.GATED):
             place = stage * (1 + self.GATED) + half
-            tile = (strip + half * (self.O // OUTS)) * (self.I // TILE) + k_tile
-            step, group = tile * STEPS, tile * SCALE_GROUPS
+            tile = (strip + half * (self.O // self.OUTS)) * (self.I // TILE) + k_tile
+            step, group = tile * self.words.shape[1], tile * self.scales.shape[1]
             tma.async_copy_global_to_shared(
                 self.words_desc, [step, 0], full, self.words.index(place), pred=pred
             )
@@ -477,11 +480,12 @@ class Int4Loader(_TmaLoader):
     def order(self):
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [INT4_SLICES, 1], [1, 0])
         part = gl.arange(0, self.row_sums.shape[0], gl.SliceLayout(1, layout))  # over k-tile, half and slice
-        first = (part // 8 * 8 + part % INT4_SLICES * 2 + part // INT4_SLICES % 2) * PART
-        return first[:, None] + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
+        first = (part // 8 * 8 + part % INT4_SLICES * 2 + part // INT4_SLICES % 2) * 128
+        return first[:, None] + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
 
     @gluon.jit
     def put_row(self, x):
+        ZERO: gl.constexpr = -8 * 2.0**-9  # the zero of a symmetric quant, in fp8
         x, smaller = _put_row(_in_order(x), self.row)
         x_sum = gl.sum(x, axis=1)
         self.row_sums.store(x_sum if self.MINIMA else x_sum * ZERO)
@@ -494,8 +498,8 @@ class Int4Loader(_TmaLoader):
         pairs: gl.constexpr = gl.DistributedLinearLayout(
             [], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [INT4_SLICES, 8]
         )  # as `_pairs` are
-        out = strip * OUTS + gl.arange(0, OUTS, gl.BlockedLayout([1], [32], [INT4_SLICES], [0]))
-        sums = gl.zeros((OUTS * INT4_SLICES, 2 * INT4_SLICES), gl.float32, mma)
+        out = strip * self.OUTS + gl.arange(0, self.OUTS, gl.BlockedLayout([1], [32], [INT4_SLICES], [0]))
+        sums = gl.zeros((self.OUTS * INT4_SLICES, 2 * INT4_SLICES), gl.float32, mma)
         lowest = gl.zeros((INT4_SLICES, 8), gl.float32, pairs)
         return out, 1.0, 1.0, (sums, lowest, lowest)
 
@@ -509,32 +513,26 @@ class Int4Loader(_TmaLoader):
 
     @gluon.jit
     def _add_tile(self, place, k_tile, sums):
-        STAGES: gl.constexpr = self.words.shape[0]
+        # Scales and minima are gpu_weight.py's in bf16, and become those of quants in fp8.
+        SCALE: gl.constexpr = 2.0**-108
+        MINIMUM: gl.constexpr = 2.0**16
         words_layout: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 32, 1], [INT4_SLICES, 1, 1], [2, 1, 0])
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         pairs: gl.constexpr = sums[1].type.layout
-        words = self.words._reinterpret(gl.int32, [STAGES, STEPS, 32, 4], BOX).index(place).load(words_layout)
+        lanes: gl.constexpr = [self.words.shape[0], self.words.shape[1], 32, 4]
+        words = self.words._reinterpret(gl.int32, lanes, plain).index(place).load(words_layout)
         words = words.reshape((INT4_SLICES, 2, 2, 8, 4, 2, 2))
         first, last = gl.split(words.permute((0, 2, 3, 4, 5, 6, 1)))  # The last is the half.
         a = self._product(first, k_tile * 2, sums[0])
         b = self._product(last, k_tile * 2 + 1, sums[0])
-        a_low, a_high, b_low, b_high = _pairs(self.scales, place, pairs)
-        a_low, a_high, b_low, b_high = (
-            a_low * SCALE,
-            a_high * (SCALE * 16),
-            b_low * SCALE,
-            b_high * (SCALE * 16),
-        )
+        a_low, a_high, b_low, b_high = _pairs(self.scales, place, pairs, SCALE, SCALE * 16)
         c_low, c_high, d_low, d_high = a_low, a_high, b_low, b_high
         if self.MINIMA:
-            c_low, c_high, d_low, d_high = _pairs(self.minima, place, pairs)
-            c_low, c_high, d_low, d_high = (
-                c_low * MINIMUM,
-                c_high * MINIMUM,
-                d_low * MINIMUM,
-                d_high * MINIMUM,
-            )
+            c_low, c_high, d_low, d_high = _pairs(self.minima, place, pairs, MINIMUM, MINIMUM)
+        x_sums = self.row_sums._reinterpret(
+            gl.float32, [self.row.shape[0], INT4_SLICES], self.row_sums.layout
+        )
         of_slices: gl.constexpr = gl.SliceLayout(1, pairs)
-        x_sums = self.row_sums._reinterpret(gl.float32, [self.row.shape[0], INT4_SLICES], LINE)
         x_first, x_last = (
             x_sums.index(k_tile * 2).load(of_slices),
             x_sums.index(k_tile * 2 + 1).load(of_slices),
@@ -552,5 +550,5 @@ class Int4Loader(_TmaLoader):
     @gluon.jit
     def total(self, sums):
         total = _total(sums[0], True)
-        low = gl.join(gl.sum(sums[1], axis=0), gl.sum(sums[2], axis=0)).permute((1, 0)).reshape((OUTS,))
+        low = gl.join(gl.sum(sums[1], axis=0), gl.sum(sums[2], axis=0)).permute((1, 0)).reshape((self.OUTS,))
         return total + gl.convert_layout(low, total.type.layout)

@@ -15,7 +15,7 @@ from shoal.kernels import reference
 from shoal.kernels.matmul.dispatch import GPU
 from shoal.kernels.matmul.gpu_weight import GpuWeight, pack
 from shoal.kernels.matmul.loaders import Fp8Matrix
-from shoal.kernels.matmul.tile_matmul import Weight, weight_shape
+from shoal.kernels.matmul.tile_matmul import Weight
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 
 BF16 = torch.bfloat16
@@ -37,7 +37,7 @@ def ring(sms: int) -> Callable[..., torch.Tensor]:
     loaders = vars(load(machine, "hopper_row_loaders", {}))
     names = {name: value for name, value in loaders.items() if name.isupper() or name.endswith("Loader")}
     names |= dict(gate_mul=gate_mul, dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
-    names |= dict(Fp8Matrix=Fp8Matrix, weight_shape=weight_shape, empty_matmul_input=unwritten)
+    names |= dict(Fp8Matrix=Fp8Matrix, empty_matmul_input=unwritten)
     return load(machine, "hopper_row", names).hopper_row_matmul
 
 
