@@ -325,7 +325,7 @@ class Machine:
             return Number(int(total)) if total.dim() == 0 and not total.is_floating_point() else Value(total)
 
         def asm(
-            text: str, constraints: str, args: list[Value], dtype: object, pure: bool, pack: int
+            text: str, constraints: str, args: list[Value], dtype: object, is_pure: bool, pack: int
         ) -> Value | tuple[Value, ...]:
             if text.startswith("mma.sync.aligned.m16n8k16"):
                 return warp_mma(args, torch.bfloat16 if "bf16" in text else torch.float16)
@@ -347,6 +347,11 @@ class Machine:
                 kind = torch.bfloat16 if "bf16x2" in text else torch.float16
                 a, b = (arg.data.contiguous().view(kind).float() for arg in args)
                 return Value((a * b).to(kind).view(torch.int32))
+            if "%clock64; shr.u64 t, t, 63;" in text:
+                return Number(0)
+            if text == "xor.b32 $0, $1, $2;":  # Each word has two numbers.
+                a, b = (arg.data.contiguous().view(torch.int16) for arg in args)
+                return Value((a ^ b).view(args[0].dtype))
             raise AssertionError(f"unknown assembler: {text}")
 
         def where(condition: object, a: object, b: object) -> object:
