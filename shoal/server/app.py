@@ -26,6 +26,7 @@ from shoal.server.served.monitoring import Monitor
 from shoal.telemetry.tracing import Tracing
 
 ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+OLLAMAS_STORE = frozenset(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete"))
 
 
 class Server:
@@ -119,6 +120,8 @@ class Server:
         """Returns what a client may do that asks for a path without a route."""
         if path in ADMIN_PATHS and not self._is_admin:
             return f"{path} is on the admin port: start the server with --admin-port N, and ask that port"
+        if path in OLLAMAS_STORE:
+            return "a server has the models that it was started with; `shoal pull` downloads others"
         return self._table.overview()
 
     def _count(self, exchange: Exchange) -> None:

@@ -2,12 +2,15 @@
 this repository that a page or a source names is there."""
 
 import functools
+import itertools
 import re
+import shlex
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from shoal.cli.main import build_parser
 from shoal.models.registry import BY_HF_CLASS
 from shoal.weights.hub_names import LIBRARY
 
@@ -26,6 +29,8 @@ FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # `server/app.py`, `docs/kv.md`, `benchmarks/gpu.py`: a path with a folder, in backticks or alone.
 PATH = re.compile(r"(?<![\w/.~:<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|c|h|md|json|html))(?![\w/])")
+COMMAND = re.compile(r"^ *(?:[A-Z_]+=\S+ )*shoal ([a-z](?:'\{[^']*'|.)*)", re.MULTILINE)
+ENDS = ("|", "&", ";", ">", "2>", "<")
 FOLDERS = {p.name for p in [*ROOT.iterdir(), *(ROOT / "shoal").iterdir()] if p.is_dir() and p.name[0] != "."}
 
 
@@ -51,6 +56,22 @@ def leads_nowhere(page: Path, link: str) -> bool:
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading():
     links = {(page, link) for page in PAGES for link in LINK.findall(FENCED.sub("", page.read_text()))}
     assert not sorted(f"{name(page)}: {link}" for page, link in links if leads_nowhere(page, link))
+
+
+def test_every_command_line_of_a_page_can_be_read(capsys):
+    parser, wrong = build_parser(), []
+    for page in PAGES:
+        if page.parent.name in ("decisions", "results", "howto"):  # of other days, and of steps to do
+            continue
+        for line in COMMAND.findall(page.read_text().replace("\\\n", " ")):
+            words = list(itertools.takewhile(lambda word: word not in ENDS, shlex.split(line, comments=True)))
+            if any("[" in word or "..." in word for word in words):
+                continue  # a form, not a command line
+            try:
+                parser.parse_args(words)
+            except SystemExit as end:
+                wrong += [f"{name(page)}: shoal {line}: {capsys.readouterr().err}"] if end.code else []
+    assert not wrong
 
 
 def test_every_path_that_a_page_or_a_source_names_is_there():

@@ -194,6 +194,7 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images"),
         ("/api/generate", {"prompt": "x" * 5000}, 400, "4096"),
         ("/api/embed", {"input": "x" * 5000, "truncate": False}, 400, "4096"),
+        ("/api/pull", {"model": "x"}, 404, "`shoal pull` downloads others"),
         ("/api/show", b"{", 400, "not valid JSON"),
     ],
 )
