@@ -119,7 +119,7 @@ class Server:
     def _way_out(self, path: str) -> str:
         """Returns what a client may do that asks for a path without a route."""
         if path in ADMIN_PATHS and not self._is_admin:
-            return f"{path} is on the admin port: start the server with --admin-port N, and ask that port"
+            return "it is a path of the admin port, which the option --admin-port N opens"
         if path in OLLAMAS_STORE:
             return "a server has the models that it was started with; `shoal pull` downloads others"
         return self._table.overview()
