@@ -545,6 +545,8 @@ async def delete_response(exchange: Exchange) -> None:
 
 
 def _not_kept(name: str) -> ApiError:
+    if "/" in name:  # such as ID/input_items
+        return ApiError(404, f"there is nothing at {FOLDER + name!r:.100}; ask for the response itself")
     return ApiError(
         404, f"the response {name!r:.100} is not kept here; --responses-store-bytes says how many are"
     )

@@ -471,6 +471,13 @@ def test_a_conversation_goes_on_from_a_prompt_that_was_put_into_the_cache(keepin
     assert keeping.last_prompt() == "<user>What is a heron?<user>Say it.<assistant>"
 
 
+def test_what_is_below_a_response_is_not_taken_for_its_id(keeping):
+    """Regression: 'the response resp_1/input_items is not kept here'."""
+    for path, words in (("resp_1/input_items", "there is nothing at"), ("resp_1", "is not kept here")):
+        status, answer = keeping.json(f"/v1/responses/{path}")
+        assert status == 404 and words in answer["error"]["message"]
+
+
 def test_minus_one_output_token_means_as_many_as_fit(served, client):
     served.say("Hello")
     assert ask(client, max_output_tokens=-1).output_text == "Hello"
