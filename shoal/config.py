@@ -773,6 +773,14 @@ class ResolvedConfig(EngineConfig):
         """The most tokens of a decode in one step."""
         return 1 if self.speculative is None else self.speculative.queries
 
+    @property
+    def cache_option(self) -> str:
+        """The option that decides the size of the KV cache, with its value."""
+        for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            if value := getattr(self, name):
+                return f"{name} {value}"
+        return f"gpu_memory_utilization {self.gpu_memory_utilization}"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:

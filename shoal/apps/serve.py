@@ -180,7 +180,7 @@ async def _serve(planned: Sequence[ModelToServe], config: ServerConfig, started:
                 operated,
                 time.monotonic() - started,
             )
-            if config.plane is None:  # in a fleet, the router has the pages
+            if config.plane is None and config.uds is None:  # in a fleet, the router has the pages
                 url = url_of(config, port, reachable=True)
                 pages = "chat page %s/  dashboard %s/dashboard  API %s/v1  description of the API %s/docs"
                 logger.info(pages, url, url, url, url)

@@ -25,9 +25,8 @@ def allocate_cache(config: ResolvedConfig, ranks: Ranks) -> tuple[int, SnapshotR
     if num_blocks < (least := len(runner.cache.plan.groups)):
         each = f"{least} groups of layers, of which each needs a" if least > 1 else "a single"
         raise ConfigError(
-            f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
-            f"no room for {each} KV block of {block_bytes} bytes; raise it or lower "
-            f"max_num_batched_tokens{' or max_num_seqs' if runner.states.rows.numel() else ''}"
+            f"{config.cache_option} leaves no room for {each} KV block of {block_bytes} bytes; raise it or "
+            f"lower max_num_batched_tokens{' or max_num_seqs' if runner.states.rows.numel() else ''}"
         )
     snapshots = _snapshot_room(config, runner.states.plan.num_blocks)
     try:

@@ -138,6 +138,11 @@ class EngineCore:
         self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.scheduler.blocks.room)
         most, dtype, device = config.max_num_seqs, config.dtype, config.device
         logger.info("%s, %d sequences at once, %s on %s", plan.capacity(*sizes), most, dtype, device)
+        if self.kv_cache_tokens < config.max_model_len:
+            logger.warning(
+                "conversations end at %d tokens, which fill the KV cache, before max_model_len %d; raise %s",
+                *(self.kv_cache_tokens, config.max_model_len, config.cache_option),
+            )
 
     # Requests
 

@@ -6,8 +6,6 @@ from shoal.api import WEIGHTS
 from shoal.errors import UnavailableError
 from shoal.stats import SleepState
 
-PAUSED = "is paused (sleep level 0); resume it first, by /resume or wake_up"
-
 
 class PauseState:
     """Why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and Weights write it;
@@ -22,9 +20,9 @@ class PauseState:
         """The error text for requests that cannot run now. None: the engine runs."""
         if not self.sleep.is_sleeping:
             return self.weights_lost
-        what = " and ".join(sorted(self.sleep.asleep))
-        sleeps = f"sleeps (level {self.sleep.level}: {what}); wake it up first"
-        return f"the engine {sleeps if what else PAUSED}"
+        what = " and ".join(sorted(self.sleep.asleep)) or "paused"
+        way = "wake it up" if self.sleep.asleep else "resume it (/resume, or wake_up)"
+        return f"the engine sleeps (level {self.sleep.level}: {what}); {way} first"
 
     def check_awake(self) -> None:
         """Raises UnavailableError while the weights are asleep."""

@@ -176,10 +176,12 @@ class Scheduler:
             )
         if num_tokens + (not request.embed) > limit:
             cache = f"the whole KV cache of {self.blocks.pool.num_blocks} blocks, {limit} tokens long,"
-            what = f"max_model_len {limit}" if limit == self._max_model_len else cache
+            what, option = cache, "kv_cache_memory_bytes"
+            if limit == self._max_model_len:
+                what, option = f"max_model_len {limit}", "max_model_len"
             raise RequestError(
                 f"the prompt has {num_tokens} tokens, and {what} must hold it"
-                f"{'' if request.embed else ' and at least one more'}; shorten it or raise the limit"
+                f"{'' if request.embed else ' and at least one more'}; shorten it or raise {option}"
             )
 
     def add(self, request: Request) -> Sequence:

@@ -294,7 +294,7 @@ def loaded_model(card: ModelCard, tokenizer: Tokenizer | None) -> LoadedModel:
     info = card.info
     return LoadedModel(
         tokenizer,
-        max_model_len=info.max_model_len,
+        max_model_len=min(info.max_model_len, info.kv_cache_tokens),
         vocab_size=info.vocab_size,
         eos_token_ids=card.eos_token_ids,
         max_num_seqs=info.max_num_seqs,

@@ -328,8 +328,17 @@ def test_a_core_that_was_ended_says_so_and_may_be_ended_again(build):
     assert torch.get_num_threads() == threads
 
 
+def test_a_cache_smaller_than_one_conversation_is_a_warning_with_its_option(build, caplog):
+    core = build(kv_cache_memory_bytes=1 << 15)
+    assert core.kv_cache_tokens < 128
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"end at {core.kv_cache_tokens} tokens" in line and "raise kv_cache_memory_bytes 32768" in line
+    with pytest.raises(RequestError, match="shorten it or raise kv_cache_memory_bytes"):
+        core.add(request("a", [1] * 120))
+
+
 def test_a_core_that_cannot_start_says_why_and_leaves_nothing(build, monkeypatch):
-    with pytest.raises(ConfigError, match="no room for a single KV block"):
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes 100 leaves no room for a single KV block"):
         build(kv_cache_memory_bytes=100)
 
     def full(*_):

@@ -9,10 +9,13 @@ import openai
 import pytest
 
 from shoal.api import Logprob
+from shoal.model_card import ModelCard
 from shoal.server.apis import completions
 from shoal.server.apis.response_shapes import LogprobShapes, TextPlace
 from shoal.server.http.client_warnings import MAX_WARNINGS, ClientWarnings
+from shoal.server.served.model import loaded_model
 from shoal.text.tokenizer import Tokenizer
+from shoal.wire import ModelInfo
 from tests import http_shapes, texts
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
 
@@ -422,6 +425,13 @@ def test_models_are_listed_under_all_their_names():
             complete(client, model="third")
         assert error.value.code == "model_not_found"
         assert "the model 'third' does not exist; choose first" in error.value.message
+
+
+def test_the_context_of_a_server_ends_where_its_kv_cache_does():
+    """Regression: /v1/models had max_model_len, and a prompt longer than the cache was an error without a code."""
+    info = ModelInfo("m", 1, 4096, 512, 64, (2,), {}, 4, 64, 16, 4, "cpu", "float32")
+    card = ModelCard(info=info, names=["m"], model="m", eos_token_ids=(2,))
+    assert loaded_model(card, None).max_model_len == info.kv_cache_tokens == 64
 
 
 def test_tokenize_and_back(server):
