@@ -61,7 +61,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading():
 def test_every_command_line_of_a_page_can_be_read(capsys):
     parser, wrong = build_parser(), []
     for page in PAGES:
-        if page.parent.name in ("decisions", "results", "howto"):  # of other days, and of steps to do
+        if page.parent.name in ("decisions", "results", "howto"):  # records, and options still to be written
             continue
         for line in COMMAND.findall(page.read_text().replace("\\\n", " ")):
             words = list(itertools.takewhile(lambda word: word not in ENDS, shlex.split(line, comments=True)))
