@@ -106,12 +106,7 @@ def _fetch(
     taken_ptr,
     rows_ptr,
     table_ptr,
-    note,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_bars,
-    kv_bars,
+    shared,
     num_tiles,
     num_items,
     stride_table,
@@ -129,6 +124,7 @@ def _fetch(
 ):
     """The work of the producer warp. A cache block is fetched in boxes. What no query may see becomes
     zeros."""
+    note, q_smem, k_smem, v_smem, q_bars, kv_bars, _turns = shared
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     PANELS: gl.constexpr = N // PANEL
@@ -360,13 +356,7 @@ def _out_layout(N):
 @gluon.jit
 def _attend(
     out_ptr,
-    note,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_bars,
-    kv_bars,
-    turns,
+    shared,
     sinks_ptr,
     window,
     scale_log2,
@@ -379,6 +369,7 @@ def _attend(
     HALF: gl.constexpr,
 ):
     """The work of a warpgroup, on half of each item's rows."""
+    note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns = shared
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     dtype: gl.constexpr = k_smem.dtype
@@ -552,53 +543,16 @@ def hopper_prefill_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     q_bars, kv_bars = (q_ready, q_free), (k_ready, k_free, v_ready, v_free)
+    shared = note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns
     gl.warp_specialize(
         [
             (
                 _attend,
-                (
-                    out_ptr,
-                    note,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    q_bars,
-                    kv_bars,
-                    turns,
-                    sinks_ptr,
-                    window,
-                    scale_log2,
-                    H,
-                    HEADS,
-                    N,
-                    BOX,
-                    WINDOWED,
-                    HAS_SINKS,
-                    0,
-                ),
+                (out_ptr, shared, sinks_ptr, window, scale_log2, H, HEADS, N, BOX, WINDOWED, HAS_SINKS, 0),
             ),
             (
                 _attend,
-                (
-                    out_ptr,
-                    note,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    q_bars,
-                    kv_bars,
-                    turns,
-                    sinks_ptr,
-                    window,
-                    scale_log2,
-                    H,
-                    HEADS,
-                    N,
-                    BOX,
-                    WINDOWED,
-                    HAS_SINKS,
-                    1,
-                ),
+                (out_ptr, shared, sinks_ptr, window, scale_log2, H, HEADS, N, BOX, WINDOWED, HAS_SINKS, 1),
             ),
             (
                 _fetch,
@@ -610,12 +564,7 @@ def hopper_prefill_kernel(
                     taken_ptr,
                     rows_ptr,
                     table_ptr,
-                    note,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    q_bars,
-                    kv_bars,
+                    shared,
                     num_tiles,
                     num_items,
                     stride_table,
