@@ -17,6 +17,7 @@ ARCHITECTURE = Architecture(
         "rms_norm_eps": 1e-5,
         "bos_token_id": 128000,
         "eos_token_id": [128001, 128008, 128009],
+        "rope_theta": 1000000.0,
         "sliding_window": 8192,
         "rope_parameters": {
             "rope_type": "llama3",

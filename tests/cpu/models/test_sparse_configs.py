@@ -4,7 +4,9 @@ import pytest
 import transformers
 
 from shoal.errors import CheckpointError
+from shoal.kinds.rope import ROPE_THETA
 from shoal.models.config_json import config_from_json
+from shoal.models.registry import ARCHITECTURES
 from shoal.weights.safetensors import OTHER_PART
 
 
@@ -96,3 +98,12 @@ def test_a_rope_interleave_of_null_rotates_halves():
     """Regression: null was taken for the default, which is true."""
     fields = dict(architectures=["DeepseekV3ForCausalLM"], rope_theta=1e4, rope_interleave=None)
     assert not config_from_json(fields, "test").attention.interleaved
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda own: own.name)
+def test_a_rope_without_a_theta_has_that_of_the_class(architecture):
+    """Regression: with rope_scaling and without rope_theta, CWM's was another one."""
+    own_class = transformers.CONFIG_MAPPING[architecture.name.removesuffix("_experts")]
+    expected = getattr(own_class, "default_theta", None) or ROPE_THETA
+    expected = expected["global"] if isinstance(expected, dict) else expected
+    assert architecture.defaults.get("rope_theta", ROPE_THETA) == expected
