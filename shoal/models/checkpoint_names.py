@@ -22,6 +22,8 @@ LAYER = re.compile(r"(model\.layers\.[0-9]{1,9}\.)(.+)")
 # Tensors of quantized matrices (models/layouts/): AWQ's and GPTQ's, whose columns are the outputs, and the
 # groups of inputs, which all parts share.
 BY_COLUMNS, WHOLE = ("qweight", "qzeros", "scales"), ("g_idx", "weight_g_idx")
+# ends of names of a tensor of all experts' fp8 scales -> what a matrix of its own calls them
+FP8_SCALES = {"_scale_inv": ".weight_scale_inv", "_activation_scale": ".activation_scale"}
 EXPERT = "{}"  # in names: an expert's number
 
 
@@ -82,15 +84,32 @@ def split(
         *experts, suffix = found.groups()
         if isinstance(target, Stack):
             runs = (1, (1,) * len(target.parts)) if target.runs is None else target.runs(config)
-            if target.inputs is not None and shape[-1:] == (target.inputs(config),):
+            suffix = FP8_SCALES.get(suffix, suffix or ".weight")
+            if target.inputs is not None and shape[-1:] == (_columns(target.inputs(config), suffix, config),):
                 target = replace(target, transposed=False)
-            yield from _parts(name, shape, target, runs, layer[1], (suffix or ".weight")[1:])
+            yield from _parts(name, shape, target, runs, layer[1], suffix[1:])
         elif isinstance(target, Row):
             yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])
         else:
             yield Part(f"{layer[1]}{target.format(*experts)}{suffix or ''}", shape, lambda tensor: tensor)
         return
     yield Part(name, shape, lambda tensor: tensor)
+
+
+def _columns(inputs: int, suffix: str, config: ModelConfig) -> int:
+    """Returns the columns of a matrix with this number of inputs, or of its blocks' scales."""
+    wide = 0 if config.quantization is None else config.quantization.block[1]
+    return -(-inputs // wide) if wide and suffix == ".weight_scale_inv" else inputs
+
+
+def _one_scale_an_expert(count: int, stack: Stack, layer: str, parameter: str) -> Iterator[Part]:
+    for expert in range(count):
+
+        def take(tensor: torch.Tensor, expert: int = expert) -> torch.Tensor:
+            return tensor[expert].reshape(1)
+
+        for part in stack.parts:
+            yield Part(f"{layer}{part.format(expert)}.{parameter}", (1,), take)
 
 
 def _parts(
@@ -104,13 +123,16 @@ def _parts(
     count, shares = runs
     by_expert, common = EXPERT in stack.parts[0], math.gcd(*shares)
     shares = tuple(share // common for share in shares)
-    total, turned = sum(shares), stack.transposed and parameter == "weight"
+    total, turned = sum(shares), stack.transposed and parameter in ("weight", "weight_scale_inv")
     outs = int(by_expert) + int(turned)  # the dimension of outputs
     if parameter in BY_COLUMNS and not by_expert:  # gpt-oss' experts have scales, too
         outs = len(shape) - 1
     if parameter in WHOLE or (shape == (1,) and parameter.endswith(("scale", "scale_inv", "scale_2"))):
         for part in stack.parts:
             yield Part(f"{layer}{part}.{parameter}", shape, lambda tensor: tensor)
+        return
+    if by_expert and parameter in ("weight_scale_inv", "activation_scale") and math.prod(shape[1:]) == 1:
+        yield from _one_scale_an_expert(shape[0], stack, layer, parameter)
         return
     if parameter == "weight_shape":  # holds the numbers of outputs and inputs
         for part, share in zip(stack.parts, shares):

@@ -45,7 +45,7 @@ from shoal.weights.source import CheckpointFiles
 from shoal.weights.summary import summarize
 from shoal.weights.update import packing_difference
 from tests import quantized, tiny
-from tests.tiny_families import make_config
+from tests.tiny_families import make_config, write_family
 
 KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, *quantized.BY_BLOCKS]
 PROMPT = list(range(40, 80))
@@ -366,6 +366,52 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     with LLM(str(tmp_path / "packed"), **options) as llm:
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
     expected = tiny.logprobs(plain, PROMPT)
+    for i, position in enumerate(output.prompt_logprobs[1:]):
+        for token, found in position.items():
+            assert abs(found.logprob - expected[i, token].item()) < 1e-3
+
+
+def in_fp8(key: str, weight: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
+    """A matrix, or all experts' in one tensor, in fp8 with its scales: one for each, or one for each block."""
+    *stack, rows, columns = weight.shape
+    tall, wide = (block, block) if block else (rows, columns)
+    blocks = weight.reshape(*stack, rows // tall, tall, columns // wide, wide)
+    scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
+    packed = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)
+    own = scales.squeeze(-1).squeeze(-2) if block or stack else scales.reshape(())
+    activations = f"{key}_activation_scale" if stack else f"{key.removesuffix('weight')}activation_scale"
+    return {key: packed, f"{key}_scale_inv": own} | ({} if block else {activations: torch.ones_like(own)})
+
+
+@pytest.mark.parametrize("name, block", [("mistral4", 0), ("qwen3-vl-moe", 128), ("qwen3-vl-moe-saved", 128)])
+def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, tmp_path):
+    """Regression: Mistral Small 4 as it is published was refused: a scale for each expert of a tensor."""
+    folder = write_family(tmp_path, name, **(WIDE | dict(moe_intermediate_size=128) if block else {}))
+    weights, packed, plain = load_file(folder / "model.safetensors"), {}, {}
+    kept = ("embed", "lm_head", "mlp.gate.", "visual", "norm")
+    for key, weight in weights.items():
+        own = {key: weight} if any(part in key for part in kept) else in_fp8(key, weight, block)
+        packed |= own
+        plain[key] = weight
+        if len(own) > 1:
+            scale = own[f"{key}_scale_inv"]
+            for dim in (-2, -1) if block else ():
+                scale = scale.repeat_interleave(block, dim)
+            plain[key] = own[key].float() * scale
+    config = json.loads((folder / "config.json").read_text())
+    scheme = dict(
+        activation_scheme="dynamic" if block else "static", weight_block_size=[block] * 2 if block else None
+    )
+    config["quantization_config"] = dict(quant_method="fp8", **scheme)
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text(json.dumps(config))
+    save_file(packed, published / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(str(published), device="cpu", max_model_len=64, skip_tokenizer_init=True) as llm:
+        output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+    expected = tiny.logprobs(folder, PROMPT)
     for i, position in enumerate(output.prompt_logprobs[1:]):
         for token, found in position.items():
             assert abs(found.logprob - expected[i, token].item()) < 1e-3
