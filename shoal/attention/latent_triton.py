@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from shoal.attention.latent import is_expanded_cheaper
+from shoal.attention.latent_prefill import HopperLatentPrefill
 from shoal.attention.splits import CAPTURED_WAVES
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.unpacked import UnpackedBlocks, fit_unpacked, plan_blocks
@@ -69,7 +70,10 @@ class TritonLatentBackend:
             device,
             holding,
         )
-        key_bytes = kind.num_heads * (kind.qk_nope_head_dim + kind.v_head_dim) * dtype.itemsize
+        self.prefill = HopperLatentPrefill(kind, device, dtype, num_sms)
+        # Hopper's kernel reads the rotated part of a key in each head.
+        key = kind.query_dim if self.prefill.is_supported else kind.qk_nope_head_dim
+        key_bytes = kind.num_heads * (key + kind.v_head_dim) * dtype.itemsize
         self.max_gathered = MAX_EXPANDED_BYTES // key_bytes  # cached tokens whose keys may be expanded
         self.expands = False  # the prefills of this step are expanded
         self.gathered: dict[int, UnpackedBlocks] = {}  # their blocks if they are not fresh, by block table
@@ -90,6 +94,8 @@ class TritonLatentBackend:
         """Chooses the form of the step's prefills. A captured step does not know them, and is absorbed."""
         self.expands = self._expands(step)
         self.gathered.clear()
+        if self.expands:
+            self.prefill.begin(step)
 
     def _expands(self, step: StepInput) -> bool:
         host = step.host
@@ -225,6 +231,10 @@ class TritonLatentBackend:
                 self.gathered[cache.table] = gathered
             latents_LN = cache.blocks[gathered.blocks_B.long(), 0, 0].flatten(0, 1)
             key_starts_S = gathered.firsts_S * block_size
+        if self.prefill.work is not None:
+            places = key_starts_S, cache.table, step
+            self.prefill.attend(q_THX, latents_LN, kv_b_HWC, cos_sin, *places, out_THV)
+            return
         kv_LY = torch.mm(latents_LN[:, : kind.kv_lora_rank], kv_b_HWC.flatten(0, 1).T)
         expanded_attention(
             q_THX,

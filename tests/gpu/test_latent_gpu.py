@@ -17,6 +17,7 @@ from shoal import LLM, SamplingParams
 from shoal.attention.latent_cpu import TorchLatentBackend
 from shoal.attention.latent_triton import TritonLatentBackend
 from shoal.attention.step_input import HostView, StepInput
+from shoal.kernels.hopper import is_hopper
 from shoal.kernels.latent import reference, store
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kinds.attention import QueryScaling
@@ -146,6 +147,35 @@ def test_steps_of_published_sizes(kind, name, dtype):
     expected = expected_of(kind, step, *arguments)
     torch.testing.assert_close(found.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     assert not backend.workspace.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills"),
+    [([], [(2500, 2500), (3, 3), (1700, 1700)]), ([900, 33], [(3000, 2500), (1801, 1700)])],
+    ids=["fresh", "after prefixes, beside decodes"],
+)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_long_prefills_go_to_hoppers_kernel(decodes, prefills, interleaved):
+    kind, step = replace(GLM_FLASH, interleaved=interleaved), make_step(decodes, prefills, 16)
+    arguments, backend = make_layer(kind, step, torch.bfloat16, 16), build(kind, torch.bfloat16)
+    expected = expected_of(kind, step, *arguments)
+    backend.begin(step)
+    assert (backend.prefill.work is not None) == is_hopper(DEVICE)
+    for _ in range(2):  # The counter of tiles is 0 again.
+        q_THX, *others = arguments
+        found = backend.attend(q_THX.clone(), *others, step)
+        torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=3e-2)
+    assert not backend.prefill.taken.any()
+
+
+@pytest.mark.parametrize("rows", [33, 100, 256])
+@pytest.mark.parametrize("kind", ["glm-4.7-flash", "deepseek-v3", "mistral-small-4"])
+def test_matmuls_of_each_head(kind, rows):
+    kind, step = KINDS[kind], make_step([3 * row + 1 for row in range(rows)], [], 16)
+    arguments, backend = make_layer(kind, step, torch.bfloat16, 16), build(kind, torch.bfloat16)
+    backend.begin(step)
+    expected = expected_of(kind, step, *arguments)
+    torch.testing.assert_close(backend.attend(*arguments, step).float(), expected, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("block_size", [32, 64])

@@ -268,3 +268,59 @@ def expanded_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+
+
+@triton.jit
+def _rotate_queries_kernel(
+    q_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    stride_q,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    H_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    HALF: tl.constexpr = ROTARY // 2
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.maximum(tl.load(positions_ptr + token), 0).to(tl.int64)
+    head = tl.arange(0, H_PAD)[:, None]
+    half = tl.arange(0, HALF_PAD)[None, :]
+    there = (head < H) & (half < HALF)
+    cos = tl.load(cos_sin_ptr + position * ROTARY + half, mask=half < HALF, other=0.0)
+    sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + half, mask=half < HALF, other=0.0)
+    q_ptr += token * stride_q + head * (P + ROTARY) + P
+    if INTERLEAVED:
+        first = tl.load(q_ptr + 2 * half, mask=there, other=0.0)
+        second = tl.load(q_ptr + 2 * half + 1, mask=there, other=0.0)
+    else:
+        first = tl.load(q_ptr + half, mask=there, other=0.0)
+        second = tl.load(q_ptr + HALF + half, mask=there, other=0.0)
+    tl.debug_barrier()  # All have read what others overwrite.
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    tl.store(q_ptr + half, (x1 * cos - x2 * sin).to(first.dtype), mask=there)
+    tl.store(q_ptr + HALF + half, (x2 * cos + x1 * sin).to(first.dtype), mask=there)
+
+
+def rotate_queries(
+    q_THX: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor, interleaved: bool
+) -> None:
+    """Rotates the last numbers of each query in place, as reference.rotate."""
+    num_tokens, num_heads, query_dim = q_THX.shape
+    rotary = cos_sin.shape[1]
+    assert q_THX.stride()[1:] == (query_dim, 1)
+    _rotate_queries_kernel[(num_tokens,)](
+        q_THX,
+        cos_sin,
+        positions_T,
+        q_THX.stride(0),
+        H=num_heads,
+        P=query_dim - rotary,
+        ROTARY=rotary,
+        INTERLEAVED=interleaved,
+        H_PAD=next_power_of_2(num_heads),
+        HALF_PAD=next_power_of_2(rotary // 2),
+        num_warps=4,
+    )

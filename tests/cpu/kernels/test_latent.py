@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shoal.attention import latent_prefill
 from shoal.attention.latent import is_expanded_cheaper
 from shoal.attention.latent_cpu import TorchLatentBackend
 from shoal.attention.latent_triton import TritonLatentBackend
@@ -219,3 +220,45 @@ def test_decodes_are_absorbed_and_long_prompts_expanded():
     assert is_expanded_cheaper(published, 2000, 2000)
     assert is_expanded_cheaper(published, 1000, 30000)
     assert not is_expanded_cheaper(published, 100, 30000)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_large_expanded_prefills_go_to_hoppers_kernel(monkeypatch, interleaved):
+    def in_plain_torch(q_THX, kv_layer, out_THV, work, taken, rows_S, tables, scale, num_sms):
+        launches.append(len(work))
+        memory, box = (
+            kv_layer.as_strided((kv_layer.untyped_storage().nbytes() // 4,), (1,)),
+            kv_layer.shape[3],
+        )
+        per_block, per_kv, per_head, width, _ = kv_layer.stride()
+        for token, count, position, seq in work.tolist():
+            keys = torch.arange(position + count)
+            first = tables[rows_S[seq], keys // box] * per_block + keys % box * width
+            seen = keys <= torch.arange(position, position + count)[:, None]
+            for head in range(q_THX.shape[1]):
+                lines = first[:, None] + head * per_head + torch.arange(width)
+                scores = q_THX[token : token + count, head] @ memory[lines].T * scale
+                weights = scores.masked_fill(~seen, float("-inf")).softmax(1)
+                out_THV[token : token + count, head] = weights @ memory[lines + per_kv]
+
+    launches: list[int] = []
+    monkeypatch.setattr(latent_prefill.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(latent_prefill.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(latent_prefill, "HOPPER_FROM", 40)
+    kind = replace(SMALL, v_head_dim=SMALL.query_dim, interleaved=interleaved)
+    torch.manual_seed(9)
+    for name, count in {
+        "decodes": 0,
+        "fresh prefills": 0,
+        "chunks after long prefixes": 0,
+        "long chunks after prefixes": 1,
+        "decodes beside fresh prefills": 1,
+    }.items():
+        step = make_step(make_tables(random.Random(name)), *STEPS[name])
+        launches.clear()
+        check(kind, step, make_cache(kind, torch.float32))
+        assert len(launches) == count
+    # Values of other sizes than keys, and scaled queries, stay with the kernel of any GPU.
+    for other in (SMALL, replace(kind, query_scaling=QueryScaling(0.5, 16))):
+        check(other, step, make_cache(other, torch.float32))
+    assert len(launches) == 1
