@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
 NVFP4 = "nvfp4-pack-quantized"  # nvfp4.py
+NAIVE = "naive-quantized"  # float-quantized, as the format's first tools wrote fp8
 # What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 
 def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     """Returns the quantization of the weights, the same for all of them. None: another format."""
-    choice(fields, "format", (INT4, FP8, MXFP4, NVFP4))
-    if fields.get("format") != format:
+    given = choice(fields, "format", (INT4, FP8, NAIVE, MXFP4, NVFP4))
+    if format != (FP8 if given == NAIVE else given):
         return None
-    choice(fields, "quantization_status", (None, "compressed"))
+    choice(fields, "quantization_status", (None, "compressed", *(("frozen",) if given == NAIVE else ())))
     for key in ("sparsity_config", "transform_config"):
         choice(fields, key, (None, {}))
     scheme = fields.get("kv_cache_scheme")  # Its scales are for kv_cache_dtype "fp8" (weights/kv_scales.py).
@@ -54,7 +55,7 @@ def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
         )
     for name, group in groups.items():
         own = ConfigFields(group, f"{fields.where}: {name}")
-        choice(own, "format", (None, format))
+        choice(own, "format", (None, given))
         choice(own, "output_activations", (None,))
         activations = own.get("input_activations")
         if activations is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read(fields: ConfigFields) -> Quantization:
-    choice(fields, "fmt", (None, "e4m3"))
+    choice(fields, "fmt", (None, "e4m3", "float8_e4m3fn"))  # the latter is MiniMax's
     choice(fields, "scale_fmt", (None, "float", "ue8m0"))
     if fields.get("weight_block_size") is None and fields.get("activation_scheme") is not None:
         scheme = choice(fields, "activation_scheme", ("dynamic", "static"))

@@ -371,6 +371,23 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
             assert abs(found.logprob - expected[i, token].item()) < 1e-3
 
 
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("fp8-blocks", dict(fmt="float8_e4m3fn")),
+        ("fp8-channel", dict(format="naive-quantized", quantization_status="frozen")),
+    ],
+)
+def test_other_words_for_fp8_mean_the_same(kind, words, tmp_path):
+    """Regression: MiniMax M2's config was refused, and checkpoints for vLLM of 2024."""
+    quantized.write(tmp_path, kind)
+    expected = CheckpointFiles(tmp_path).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= words
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CheckpointFiles(tmp_path).config == expected
+
+
 def in_fp8(key: str, weight: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
     """A matrix, or all experts' in one tensor, in fp8 with its scales: one for each, or one for each block."""
     *stack, rows, columns = weight.shape
