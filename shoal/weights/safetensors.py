@@ -102,14 +102,16 @@ def has_weights(folder: Path) -> bool:
 
 def shards(folder: Path) -> dict[Path, list[str]]:
     """Returns each file with the names of the tensors to take from it; an empty list means all of them. The
-    index decides, if it exists. A file may be a link to another folder, as in the hub's cache, but the index
-    names it without a path. Raises CheckpointError."""
+    index decides, if it exists; else Mistral's second copy of the same weights is left out. A file may be a
+    link to another folder, as in the hub's cache, but the index names it without a path. Raises
+    CheckpointError."""
     index = folder / INDEX
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} holds no *.safetensors file" + _other_formats(folder))
-        return {path: [] for path in files}
+        usual = [path for path in files if not path.name.startswith("consolidated")]
+        return {path: [] for path in usual or files}
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(

@@ -38,9 +38,10 @@ def test_every_tensor_comes_once_as_it_is_stored(sharded, tmp_path):
         assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
 
 
-def test_files_that_the_index_does_not_name_are_left_alone(tmp_path):
-    """Some repositories hold the same weights twice."""
-    save_file({"other": torch.ones(1)}, write(tmp_path, sharded=True) / "consolidated.safetensors")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_second_copy_of_the_weights_is_left_alone(sharded, tmp_path):
+    """Regression: without an index, as Ministral 3 3B is published, both files were read, and refused."""
+    save_file({"other": torch.ones(1)}, write(tmp_path, sharded) / "consolidated.safetensors")
     assert {name for name, _ in safetensors_tensors(tmp_path)} == set(TENSORS)
 
 
