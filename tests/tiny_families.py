@@ -763,6 +763,11 @@ def turned_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         tensors[key] = tensors[key].transpose(1, 2)
 
 
+def with_draft_layer(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """A layer behind the last one, which drafts tokens, and which the config does not mention."""
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(config["hidden_size"], 2 * config["hidden_size"])
+
+
 def untold_tie(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """A multimodal config that leaves it to its class whether the head is tied."""
     del config["tie_word_embeddings"]
@@ -864,7 +869,11 @@ FAMILIES |= {
         ),
         numbers_by_layer,
     ),
-    "hunyuan3": ("HYV3Config", dict(EXPERTS, head_dim=16, num_shared_experts=2, attention_bias=True), None),
+    "hunyuan3": (
+        "HYV3Config",
+        dict(EXPERTS, head_dim=16, num_shared_experts=2, attention_bias=True),
+        with_draft_layer,
+    ),
     "mellum": (
         "MellumConfig",
         dict(

@@ -45,11 +45,6 @@ VISION = replace(
     ARCHITECTURE,
     name="glm4v_moe_text",
     hf_class="Glm4vMoeForConditionalGeneration",
-    defaults={
-        **ARCHITECTURE.defaults,
-        "max_position_embeddings": 65536,
-        "attention_bias": True,
-        "num_nextn_predict_layers": 0,
-    },
+    defaults={**ARCHITECTURE.defaults, "max_position_embeddings": 65536, "attention_bias": True},
     gguf=None,
 )

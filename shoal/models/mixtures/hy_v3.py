@@ -48,6 +48,7 @@ ARCHITECTURE = Architecture(
         "num_shared_experts": 1,
         "moe_intermediate_size": 1536,
         "router_scaling_factor": 2.826,
+        "num_nextn_predict_layers": 1,  # transformers leaves the layer behind the last one out
     },
     read=read,
     renamed={"num_local_experts": "num_experts"},
