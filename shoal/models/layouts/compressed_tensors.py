@@ -34,8 +34,10 @@ def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     if format != (FP8 if given == NAIVE else given):
         return None
     choice(fields, "quantization_status", (None, "compressed", *(("frozen",) if given == NAIVE else ())))
-    for key in ("sparsity_config", "transform_config"):
-        choice(fields, key, (None, {}))
+    sparsity = fields.get("sparsity_config")
+    if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":  # "dense": nothing is left out
+        choice(fields, "sparsity_config", (None, {}))
+    choice(fields, "transform_config", (None, {}))
     scheme = fields.get("kv_cache_scheme")  # Its scales are for kv_cache_dtype "fp8" (weights/kv_scales.py).
     if not isinstance(scheme, dict):
         choice(fields, "kv_cache_scheme", (None,))
