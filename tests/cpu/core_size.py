@@ -37,6 +37,7 @@ STOPS: dict[str, tuple[str, ...]] = {
         "attention/step_input.py",
         "engine/runner/batch.py",
         "engine/runner/batch_state.py",
+        "engine/runner/packed_step.py",
         "engine/runner/step_buffers.py",
     ),
     "runner": (

@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
-from enum import IntEnum
 
 import numpy as np
 
 from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.runner.decode_groups import DecodePrefixes
+from shoal.engine.runner.packed_step import MixedShape, StepHeader, pack
 from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
     RowNeeds,
@@ -37,169 +36,6 @@ from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 from shoal.kv.groups import NO_BLOCK
 
 INT32_MAX = 2**31 - 1
-# Sections start at multiples of as many int32s, 16 bytes, so that Triton sees one alignment and compiles one
-# variant.
-ALIGNMENT = 4
-
-
-class Header(IntEnum):
-    """The first HEADER_SIZE ints of a packed step."""
-
-    NUM_UPDATES = 0  # (address, value) pairs
-    NUM_SEQS = 1
-    NUM_DECODES = 2
-    NUM_TOKENS = 3
-    NUM_SAMPLES = 4
-    MAX_KV_LEN = 5
-    DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
-    FRESH_PREFILLS = 7  # Every prefill starts at position 0.
-    # Tokens that are sampled once more, from whole rows of logits: a request needs options that state rows
-    # lack, or more than ranks exchange (kernels/sampling/split_sample.py).
-    NUM_WHOLE_ROWS = 8
-    NUM_PROMPT_LOGITS = 9  # prompt tokens whose logits are requested
-    NUM_DECODE_GROUPS = 10  # groups of decodes that share a prefix
-    # The most log-probabilities that a sample, or a prompt, of the step asks for, as `encode_count` writes
-    # it.
-    LOGPROBS = 11
-    # The shape of the captured mixed step that this one is padded to. GRAPH_TOKENS 0: it runs eagerly.
-    GRAPH_TOKENS = 12
-    GRAPH_DECODES = 13
-    GRAPH_PREFILLS = 14
-    GRAPH_SAMPLES = 15
-    GRAPH_SHARING = 16
-    PROMPT_LOGPROBS = 17
-    WHOLE_ROWS_SIZE = 18  # the ints that describe whole rows, padding included
-    STATES_SIZE = 19  # the ints that describe copies of states (state_copies.py)
-    RESTORES_SIZE = 20  # how many of them describe restores
-    QUERIES = 21  # the places of each decode for tokens
-    HISTORIES_SIZE = 22  # the ints of tokens in which drafts are looked up
-    HEAD_RESTS = 23  # A draft head makes no drafts in this step.
-
-
-HEADER_SIZE = 32
-SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the fields of a MixedShape
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class MixedShape:
-    """The capacity of a captured mixed step: `decodes` slots for sequences that decode, then `prefills` slots
-    for the others; an empty slot has row -1 and length 0. At most `samples` sequences sample. Tokens are
-    contiguous: decodes first, padding last."""
-
-    tokens: int
-    decodes: int
-    prefills: int
-    samples: int
-    sharing: bool  # whether decodes may share prefixes
-
-    def fits(self, num_tokens: int, num_decodes: int, num_prefills: int, sharing: bool) -> bool:
-        return (
-            num_tokens <= self.tokens
-            and num_decodes <= self.decodes
-            and num_prefills <= self.prefills
-            and num_decodes + num_prefills <= self.samples
-            and sharing <= self.sharing
-        )
-
-    @classmethod
-    def of(cls, header: np.ndarray) -> MixedShape:
-        tokens, decodes, prefills, samples, sharing = header[SHAPE_FIELDS].tolist()
-        return cls(tokens, decodes, prefills, samples, bool(sharing))
-
-    def pad(self, sections: dict[str, np.ndarray], num_decodes: int) -> dict[str, np.ndarray]:
-        """The token sections of a step that fits, in this shape."""
-
-        def seqs(values: np.ndarray, decodes_padding: int, padding: int) -> np.ndarray:
-            return np.concatenate(
-                (
-                    _fill(values[:num_decodes], self.decodes, decodes_padding),
-                    _fill(values[num_decodes:], self.prefills, padding),
-                )
-            )
-
-        sizes = {
-            "token_ids": (self.tokens, 0),
-            "positions": (self.tokens, -1),
-            "token_rows": (self.tokens, -1),
-            "sample_index": (self.samples, 0),
-            "sample_rows": (self.samples, -1),
-            "sample_positions": (self.samples, -1),
-        }
-        starts = sections["query_starts"]
-        return {name: _fill(sections[name], *size) for name, size in sizes.items()} | {
-            "rows": seqs(sections["rows"], -1, -1),
-            "kv_lens": seqs(sections["kv_lens"], 0, 0),
-            # each place ends where the next one begins, so that an empty one has no token
-            "query_starts": np.append(seqs(starts[:-1], starts[num_decodes], starts[-1]), starts[-1]),
-        }
-
-
-def section_sizes(header: np.ndarray) -> dict[str, int]:
-    """Names and lengths (int32s) of the sections after the header, in order. In the buffer each is padded to
-    a multiple of ALIGNMENT."""
-    updates, seqs, tokens, samples = (
-        int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES)
-    )
-    if header[Header.GRAPH_TOKENS]:
-        tokens, samples = int(header[Header.GRAPH_TOKENS]), int(header[Header.GRAPH_SAMPLES])
-        seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
-    whole_rows = int(header[Header.WHOLE_ROWS_SIZE])
-    sizes = {"whole_rows": whole_rows, "states": int(header[Header.STATES_SIZE])}
-    sizes |= {"histories": int(header[Header.HISTORIES_SIZE])}
-    sizes |= {"addresses": updates, "values": updates}
-    if not header[Header.DECODE_ONLY]:
-        sizes |= {
-            "token_ids": tokens,
-            "positions": tokens,
-            "token_rows": tokens,
-            "rows": seqs,
-            "query_starts": seqs + 1,
-            "kv_lens": seqs,
-            "sample_index": samples,
-            "sample_rows": samples,
-            "sample_positions": samples,
-            "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS]),
-            "prompt_targets": int(header[Header.NUM_PROMPT_LOGITS]),
-        }
-    return sizes
-
-
-def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
-    """The buffer of a step: the header, then the sections."""
-    sizes = section_sizes(header)
-    packed = np.zeros(HEADER_SIZE + sum(padded_size(n) for n in sizes.values()), np.int32)
-    packed[:HEADER_SIZE] = header
-    at = HEADER_SIZE
-    for name, size in sizes.items():
-        packed[at : at + size] = sections[name]
-        at += padded_size(size)
-    return packed
-
-
-def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Returns the place of each section in the packed buffer: name -> (start, end)."""
-    spans, at = {}, HEADER_SIZE
-    for name, size in section_sizes(header).items():
-        spans[name] = (at, at + size)
-        at += padded_size(size)
-    return spans
-
-
-def token_spans(shape: MixedShape) -> dict[str, tuple[int, int]]:
-    """Returns the place of each token section in a step of this shape, relative to the first."""
-    header = np.zeros(HEADER_SIZE, np.int32)
-    header[SHAPE_FIELDS] = astuple(shape)
-    return {
-        name: (start - HEADER_SIZE, end - HEADER_SIZE) for name, (start, end) in section_spans(header).items()
-    }
-
-
-def padded_size(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _fill(values: np.ndarray, size: int, padding: int) -> np.ndarray:
-    return np.concatenate((values, np.full(size - len(values), padding, np.int32)))
 
 
 @functools.lru_cache(maxsize=4096)  # Most requests ask for one of a few values.
@@ -271,43 +107,44 @@ class BatchBuilder:
             self._update_active(decode_rows, graph_size or plan.num_decodes, addresses, values)
         if self.prefixes is not None:
             self.prefixes.update(decode_rows, addresses, values)
-        header = np.zeros(HEADER_SIZE, np.int32)
-        histories = np.zeros(0, np.int32)
-        if self.drafts is not None:
-            histories = self.drafts.finish(plan, addresses, values)
-        header[Header.HISTORIES_SIZE] = len(histories)
-        header[Header.NUM_UPDATES] = len(addresses)
-        header[Header.NUM_SEQS] = len(plan.scheduled)
-        header[Header.NUM_DECODES] = plan.num_decodes
-        header[Header.NUM_TOKENS] = plan.num_tokens
-        header[Header.NUM_SAMPLES] = sample + 1
-        header[Header.QUERIES], header[Header.HEAD_RESTS] = plan.queries, plan.head_rests
-        header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
-        header[Header.DECODE_ONLY] = decode_only
-        header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.NUM_DECODE_GROUPS] = 0 if self.prefixes is None else self.prefixes.num_groups
-        header[Header.LOGPROBS] = encode_count(num_logprobs)
-        header[Header.PROMPT_LOGPROBS] = encode_count(num_prompt_logprobs)
+        none = np.zeros(0, np.int32)
+        histories = none if self.drafts is None else self.drafts.finish(plan, addresses, values)
+        states, restores_size = (none, 0) if plan.copies is None else pack_copies(plan.copies)
         sections = {
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
             "whole_rows": pack_whole_rows(whole, self.whole_row_sizes),
-            "states": np.zeros(0, np.int32),
+            "states": states,
             "histories": histories,
         }
-        header[Header.NUM_WHOLE_ROWS] = len(whole)
-        header[Header.WHOLE_ROWS_SIZE] = len(sections["whole_rows"])
-        if plan.copies is not None:
-            sections["states"], header[Header.RESTORES_SIZE] = pack_copies(plan.copies)
-            header[Header.STATES_SIZE] = len(sections["states"])
         if not decode_only:
             sections |= self._token_sections(plan)
-            header[Header.NUM_TOKENS] = len(sections["token_ids"])
-            header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])
-            sharing = bool(header[Header.NUM_DECODE_GROUPS])
+        header = StepHeader(
+            num_updates=len(addresses),
+            num_seqs=len(plan.scheduled),
+            num_decodes=plan.num_decodes,
+            num_tokens=plan.num_tokens if decode_only else len(sections["token_ids"]),
+            num_samples=sample + 1,
+            max_kv_len=max(entry.start + entry.num_tokens for entry in plan.scheduled),
+            decode_only=decode_only,
+            fresh_prefills=all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :]),
+            num_whole_rows=len(whole),
+            num_prompt_logits=0 if decode_only else len(sections["prompt_targets"]),
+            num_decode_groups=0 if self.prefixes is None else self.prefixes.num_groups,
+            logprobs=encode_count(num_logprobs),
+            prompt_logprobs=encode_count(num_prompt_logprobs),
+            whole_rows_size=len(sections["whole_rows"]),
+            states_size=len(states),
+            restores_size=restores_size,
+            queries=plan.queries,
+            histories_size=len(histories),
+            head_rests=plan.head_rests,
+        )
+        if not decode_only:
+            sharing = header.num_decode_groups > 0
             if (shape := self._captured_shape(plan, sharing, num_prompt_logprobs is not None)) is not None:
                 sections |= shape.pad(sections, plan.num_decodes)
-                header[SHAPE_FIELDS] = astuple(shape)
+                header = header.with_shape(shape)
         return pack(header, sections), options
 
     def _captured_shape(self, plan: StepPlan, sharing: bool, wants_prompts: bool) -> MixedShape | None:

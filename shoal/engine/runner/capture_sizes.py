@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.attention.backend import AttentionBackend
 from shoal.config import ResolvedConfig
-from shoal.engine.runner.batch import MixedShape
+from shoal.engine.runner.packed_step import MixedShape
 from shoal.layers.experts import ExpertMatrix, Experts
 from shoal.layers.matrix import MatrixLayer
 from shoal.models.decoder import Decoder

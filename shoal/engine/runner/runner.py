@@ -19,12 +19,12 @@ from shoal.config import ResolvedConfig
 from shoal.engine.drafting.device import build_drafting
 from shoal.engine.drafting.rank_head import build_head, weights_of
 from shoal.engine.profile import RankProfile, span
-from shoal.engine.runner.batch import Header
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.cache_plan import may_share_prefixes, plan_cache, with_scales
 from shoal.engine.runner.capture_sizes import captured_shapes
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
+from shoal.engine.runner.packed_step import StepHeader
 from shoal.engine.runner.rank_export import take_export
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
@@ -170,9 +170,10 @@ class ModelRunner:
     def step(self, packed: np.ndarray, options: SamplerOptions | None = None) -> StepResult:
         """Launches one packed step and returns without waiting for it (on a GPU). Rank 0 alone has
         `options`."""
-        name = "decode step" if packed[Header.DECODE_ONLY] else "mixed step"
+        header = StepHeader.of(packed)
+        name = "decode step" if header.decode_only else "mixed step"
         with span(name), self.profile.clocked():
-            return self.steps.launch(packed, options)
+            return self.steps.launch(header, packed, options)
 
     def padded_decodes(self, plan: StepPlan) -> int | None:
         """Returns the number of rows of the graph that will run the decode step `plan`. None: without

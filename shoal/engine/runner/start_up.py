@@ -12,9 +12,9 @@ import torch
 
 from shoal.attention.step_input import StepInput
 from shoal.engine.drafting.step_sizes import draft_rows
-from shoal.engine.runner.batch import ALIGNMENT, MixedShape
 from shoal.engine.runner.capture_sizes import decode_ladders, decode_sizes
 from shoal.engine.runner.graphs import DecodeGraphs, DecodeKey, StepGraphs
+from shoal.engine.runner.packed_step import ALIGNMENT, MixedShape
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.runner.steps import Steps
 from shoal.kernels.compilation import compiling_ahead

@@ -12,7 +12,8 @@ captured mixed  The same as a graph: inputs are copied into a static buffer, pad
 rehearsal       Made-up prompts, whose keys and values are not stored. It loads kernels, and measures the
                 memory and time of a step.
 
-A step arrives as one packed buffer of int32s (batch.py). Every rank gets the same ones in the same order.
+A step arrives as one packed buffer of int32s (packed_step.py). Every rank gets the same ones in the same
+order.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import torch
 
 from shoal.attention.step_input import HostView, StepInput
 from shoal.engine.drafting.device import Drafting, read_reports
-from shoal.engine.runner.batch import HEADER_SIZE, Header, MixedShape, padded_size, section_spans, token_spans
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.logprobs import LogprobTensors, Outcome, in_slices, more_results
+from shoal.engine.runner.packed_step import MixedShape, StepHeader, padded_size, section_spans, token_spans
 from shoal.engine.runner.sampler_options import SamplerOptions, decode_count
 from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.state_rows import StateRows
@@ -82,11 +83,6 @@ class StepResult:
         return tokens
 
 
-def samples_parts(header: np.ndarray) -> bool:
-    """False if all tokens are sampled from whole rows, and sampling before that would be for nothing."""
-    return bool(header[Header.NUM_WHOLE_ROWS] < header[Header.NUM_SAMPLES])
-
-
 class Steps:
     """The steps of one rank. A running engine calls `launch` alone; start_up.py rehearses and captures the
     others."""
@@ -123,74 +119,68 @@ class Steps:
     # Launching
 
     @torch.inference_mode()
-    def launch(self, packed: np.ndarray, options: SamplerOptions | None) -> StepResult:
+    def launch(self, header: StepHeader, packed: np.ndarray, options: SamplerOptions | None) -> StepResult:
         """Launches one packed step, and returns without waiting for it (on a GPU). Rank 0 alone has
         `options`, if any request asks for more than the state rows can say."""
-        header = packed[:HEADER_SIZE]
         sections: dict[str, torch.Tensor] = {}
+        on_host: dict[str, np.ndarray] = {}  # the same sections
         self.buffers.begin_step()
         # Most decode steps of a small batch send nothing.
-        num_whole_rows = int(header[Header.NUM_WHOLE_ROWS])
-        restores, num_state_ints = int(header[Header.RESTORES_SIZE]), int(header[Header.STATES_SIZE])
-        sends = header[Header.NUM_UPDATES] or num_whole_rows or num_state_ints
-        if sends or not header[Header.DECODE_ONLY]:
+        if header.num_updates or header.num_whole_rows or header.states_size or not header.decode_only:
             on_device, spans = self.buffers.upload(packed), section_spans(header)
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
-        if header[Header.NUM_UPDATES]:
+            on_host = {name: packed[start:end] for name, (start, end) in spans.items()}
+        if header.num_updates:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
-        if header[Header.HISTORIES_SIZE] and self.drafting is not None:
+        if header.histories_size and self.drafting is not None:
             self.drafting.start_rows(sections["histories"])
         if options is not None:
             self.whole_rows.start_rows(options)
-        if restores:
-            self.states.restore(sections["states"][:restores], self.cache.blocks)
+        if header.restores_size:
+            self.states.restore(sections["states"][: header.restores_size], self.cache.blocks)
         after_layer = self.layer_events.end_layer if self.layer_events.begin_step() else None
-        if header[Header.DECODE_ONLY]:
+        if header.decode_only:
             outcome = self._run_decode(header, after_layer)
-        elif header[Header.GRAPH_TOKENS]:
+        elif (shape := header.shape) is not None:
             inputs = on_device[spans["token_ids"][0] :]
-            outcome = self._run_captured_mixed(header, inputs, after_layer)
+            outcome = self._run_captured_mixed(header, shape, inputs, after_layer)
         else:
-            outcome = self._run_mixed(packed, sections, after_layer)
-        if num_whole_rows:
-            on_host = packed[slice(*spans["whole_rows"])]
-            rows = sections["whole_rows"], on_host, num_whole_rows, outcome.places, options
-            outcome.whole_rows = StepWholeRows(*rows)
+            outcome = self._run_mixed(header, on_host, sections, after_layer)
+        if header.num_whole_rows:
+            rows = sections["whole_rows"], on_host["whole_rows"], header.num_whole_rows
+            outcome.whole_rows = StepWholeRows(*rows, outcome.places, options)
             self.whole_rows.sample(outcome.logits_SV, outcome.whole_rows)
         report = None
-        sizes = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES]), int(header[Header.NUM_SAMPLES])
+        sizes = header.num_decodes, header.queries, header.num_samples
         if self.drafting is not None:
-            ended = outcome.ended and not num_whole_rows
-            rests = bool(header[Header.HEAD_RESTS])
-            report = self.drafting.report(sizes, sections, ended, after_layer, rests)
-        if num_state_ints > restores:
-            self.states.save(sections["states"][restores:], self.cache.blocks)
-        return self._collect(header, sizes, outcome, options, report)
+            ended = outcome.ended and not header.num_whole_rows
+            report = self.drafting.report(sizes, sections, ended, after_layer, bool(header.head_rests))
+        if header.states_size > header.restores_size:
+            self.states.save(sections["states"][header.restores_size :], self.cache.blocks)
+        return self._collect(header, outcome, options, report)
 
     def _collect(
         self,
-        header: np.ndarray,
-        sizes: tuple[int, int, int],
+        header: StepHeader,
         outcome: Outcome,
         options: SamplerOptions | None,
         report: torch.Tensor | None,
     ) -> StepResult:
-        """Starts the copies to the host, the tokens' copy last. `sizes`: decodes, queries and samples.
-        `report`: tokens and drafts, with speculation."""
-        num_samples, num_logprobs = sizes[2], decode_count(header[Header.LOGPROBS])
+        """Starts the copies to the host, the tokens' copy last. `report`: tokens and drafts, with
+        speculation."""
+        num_samples, num_logprobs = header.num_samples, decode_count(header.logprobs)
         more = more_results(self.sampler.logprobs, num_samples, num_logprobs, outcome, options)
         sampled = self.state.sampled_S[:num_samples] if report is None else report.flatten()
         tokens, done = self.buffers.download(sampled)
         if report is not None:
             tokens = tokens.view(report.shape)
-        return StepResult(tokens, done, *more, *sizes[:2])
+        return StepResult(tokens, done, *more, header.num_decodes, header.queries)
 
     # Decode
 
-    def _run_decode(self, header: np.ndarray, after_layer: AfterLayer | None) -> Outcome:
+    def _run_decode(self, header: StepHeader, after_layer: AfterLayer | None) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
-        num_rows, queries = int(header[Header.NUM_DECODES]), int(header[Header.QUERIES])
-        sharing = bool(header[Header.NUM_DECODE_GROUPS])
+        num_rows, queries, sharing = header.num_decodes, header.queries, header.num_decode_groups > 0
         graphs = self.decode_graphs
         fitting = None if graphs is None else graphs.fitting(num_rows, queries, sharing)
         if fitting is not None:
@@ -203,8 +193,8 @@ class Steps:
             if self.drafting is not None:
                 self.drafting.replayed(key, graph.outputs)
         else:
-            samples, max_kv_len = samples_parts(header), int(header[Header.MAX_KV_LEN])
-            logits_SV = self.decode(num_rows, max_kv_len, sharing, after_layer, samples, queries)
+            kind = header.max_kv_len, sharing, after_layer, header.samples_parts, queries
+            logits_SV = self.decode(num_rows, *kind)
         if self.drafting is not None:
             return Outcome(logits_SV, self.drafting.places(num_rows, queries), ended=fitting is not None)
         return Outcome(logits_SV, decode_places(self.state, num_rows))
@@ -248,22 +238,22 @@ class Steps:
     # Mixed
 
     def _run_mixed(
-        self, packed: np.ndarray, sections: dict[str, torch.Tensor], after_layer: AfterLayer | None
+        self,
+        header: StepHeader,
+        on_host: dict[str, np.ndarray],
+        sections: dict[str, torch.Tensor],
+        after_layer: AfterLayer | None,
     ) -> Outcome:
-        header = packed[:HEADER_SIZE]
-        spans = section_spans(header)
-        num_decodes = int(header[Header.NUM_DECODES])
-        wants_prompts = bool(header[Header.NUM_PROMPT_LOGITS])
+        num_decodes = header.num_decodes
         token_ids_T, rows_S = sections["token_ids"], sections["rows"]
-        queries = int(header[Header.QUERIES])
         if self.drafting is not None:
-            self.drafting.begin_mixed(num_decodes, queries, sections)
+            self.drafting.begin_mixed(num_decodes, header.queries, sections)
         elif num_decodes:
             token_ids_T[:num_decodes] = self.state.table[rows_S[:num_decodes].long(), Field.TOKEN]
         host = HostView(
-            query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
-            kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()),
-            selected_tokens=None if wants_prompts else packed[slice(*spans["sample_index"])],
+            query_starts=tuple(on_host["query_starts"].tolist()),
+            kv_lens=tuple(on_host["kv_lens"].tolist()),
+            selected_tokens=None if header.num_prompt_logits else on_host["sample_index"],
             upload=self.buffers.upload,
         )
         step = StepInput(
@@ -275,17 +265,17 @@ class Steps:
             kv_lens_S=sections["kv_lens"],
             block_tables=self.state.block_tables,
             num_decodes=num_decodes,
-            max_kv_len=int(header[Header.MAX_KV_LEN]),
-            queries=queries,
-            fresh_prefills=bool(header[Header.FRESH_PREFILLS]),
+            max_kv_len=header.max_kv_len,
+            queries=header.queries,
+            fresh_prefills=bool(header.fresh_prefills),
             host=host,
-            prefixes=self.state.prefixes if header[Header.NUM_DECODE_GROUPS] else None,
+            prefixes=self.state.prefixes if header.num_decode_groups else None,
         )
         select_S = sections["sample_index"].long()
         prompt_logprobs = None
-        if wants_prompts:
+        if header.num_prompt_logits:
             hidden_TD = self.model(step, self.cache.layers, after_layer=after_layer)
-            count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
+            count = decode_count(header.prompt_logprobs) or 0
             hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
             prompt_logprobs = in_slices(self.model.logits, hidden_PD, targets_P, count, self.model.lm_head)
             hidden_SD = hidden_TD[select_S]
@@ -293,7 +283,7 @@ class Steps:
             hidden_SD = self.model(step, self.cache.layers, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
-        if samples_parts(header):
+        if header.samples_parts:
             self.sampler.sample(logits_SV, rows_S, positions_S)
         places = SamplePlaces(rows_S, positions_S, token_ids_T[select_S])
         return Outcome(logits_SV, places, hidden_SD, prompt_logprobs)
@@ -301,23 +291,23 @@ class Steps:
     # Captured mixed
 
     def _run_captured_mixed(
-        self, header: np.ndarray, inputs: torch.Tensor, after_layer: AfterLayer | None
+        self, header: StepHeader, shape: MixedShape, inputs: torch.Tensor, after_layer: AfterLayer | None
     ) -> Outcome:
         """`inputs`: the sections that describe tokens, contiguous, as `mixed_inputs` takes them."""
         assert self.mixed_graphs is not None
         self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
-        shape, num_samples = MixedShape.of(header), int(header[Header.NUM_SAMPLES])
         sections = self._static_sections(shape)
         if self.drafting is not None:
-            self.drafting.begin_mixed(int(header[Header.NUM_DECODES]), 1, sections)
+            self.drafting.begin_mixed(header.num_decodes, 1, sections)
         graph = self.mixed_graphs.graphs[shape]
         graph.replay()
         if after_layer is not None:
             self.layer_events.end_graph()
         if self.drafting is not None:
             self.drafting.replayed(shape, graph.outputs)
-        hidden_SD, logits_SV, tokens_S = (output[:num_samples] for output in graph.outputs[:3])
-        rows_S, positions_S = (sections[name][:num_samples] for name in ("sample_rows", "sample_positions"))
+        hidden_SD, logits_SV, tokens_S = (output[: header.num_samples] for output in graph.outputs[:3])
+        rows_S = sections["sample_rows"][: header.num_samples]
+        positions_S = sections["sample_positions"][: header.num_samples]
         return Outcome(logits_SV, SamplePlaces(rows_S, positions_S, tokens_S), hidden_SD)
 
     def captured_mixed(

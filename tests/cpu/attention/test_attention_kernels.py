@@ -18,7 +18,7 @@ from shoal.attention.splits import decode_splits, is_large, prefill_splits
 from shoal.attention.step_input import HostView, StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.attention.workspaces import share_workspaces
-from shoal.engine.runner.batch import MixedShape
+from shoal.engine.runner.packed_step import MixedShape
 from shoal.kernels.attention.hopper_attention import heads_an_item, prefill_work
 from shoal.kernels.attention.paged_attention import (
     AttentionTiles,

@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 
 from shoal.api import Request
-from shoal.engine.runner.batch import (
-    HEADER_SIZE,
-    BatchBuilder,
-    Header,
-    MixedShape,
-    float_bits,
-    section_spans,
-    token_spans,
-)
+from shoal.engine.runner.batch import BatchBuilder, float_bits
 from shoal.engine.runner.capture_sizes import decode_ladders, decode_sizes, mixed_shapes
 from shoal.engine.runner.graphs import DecodeGraphs
+from shoal.engine.runner.packed_step import MixedShape, StepHeader, section_spans, token_spans
 from shoal.engine.runner.sampler_options import decode_count
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.sampling.row_options import Option
@@ -37,12 +30,13 @@ class Device:
 
     def apply(self, plan, graph_size=None):
         packed, options = self.builder.build(plan, graph_size)
-        sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
+        header = StepHeader.of(packed)
+        sections = {name: packed[a:b] for name, (a, b) in section_spans(header).items()}
         assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), (
             "an address comes twice"
         )
         self.state[sections["addresses"]] = sections["values"]
-        return packed[:HEADER_SIZE], sections, options
+        return header, sections, options
 
     def row(self, row):
         base = self.layout.row_address(row)
@@ -76,8 +70,8 @@ def test_a_prefill_sends_the_row_and_the_flattened_tokens():
     plan = queue.schedule()
     header, sections, _ = device.apply(plan)
     device.check(plan)
-    assert not header[Header.DECODE_ONLY] and header[Header.FRESH_PREFILLS]
-    assert header[Header.NUM_TOKENS] == 9
+    assert not header.decode_only and header.fresh_prefills
+    assert header.num_tokens == 9
     assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 5, 9, 8, 7]
     assert sections["positions"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert sections["query_starts"].tolist() == [0, 6, 9] and sections["sample_index"].tolist() == [5, 8]
@@ -115,7 +109,7 @@ def test_a_decode_step_sends_only_new_blocks():
     for token in range(8):
         plan = queue.schedule()
         header, sections, options = device.apply(plan, graph_size=2)
-        assert header[Header.DECODE_ONLY] and not options
+        assert header.decode_only and not options
         device.check(plan)
         sizes.append(len(sections["addresses"]))
         queue.update(plan, [[token]])
@@ -142,9 +136,9 @@ def test_whole_rows_name_the_samples_that_have_options():
     plan = queue.schedule()
     header, sections, options = device.apply(plan)
     rows = [entry.row for entry in plan.scheduled]
-    assert header[Header.NUM_WHOLE_ROWS] == 2
+    assert header.num_whole_rows == 2
     assert sections["whole_rows"].reshape(2, 2).tolist() == [[1, 2], [1, 1]]
-    assert decode_count(header[Header.LOGPROBS]) == 4 and decode_count(header[Header.PROMPT_LOGPROBS]) is None
+    assert decode_count(header.logprobs) == 4 and decode_count(header.prompt_logprobs) is None
     bias, penalty = options.starts
     assert (bias.row, bias.tokens, bias.block_ids) == (rows[1], [], []), "no option reads its tokens"
     at = bias.fields[Option.BIAS_START]
@@ -163,7 +157,7 @@ def test_whole_rows_come_in_chunks_of_the_sizes_there_are():
         queue.add(request(f"{i}", 3, presence_penalty=1.0))
     header, sections, _ = device.apply(queue.schedule())
     first, second = sections["whole_rows"].reshape(2, 2, 4).tolist()
-    assert header[Header.NUM_WHOLE_ROWS] == 6
+    assert header.num_whole_rows == 6
     assert first[0] == [0, 1, 2, 3] and second[0] == [4, 5, -1, -1]
     assert [column[2:] for column in second] == [[-1, -1]] * 2
 
@@ -177,7 +171,7 @@ def test_a_step_draws_from_whole_rows_where_one_of_its_samples_needs_them(severa
     for _ in range(3):
         plan = queue.schedule()
         header, _, _ = device.apply(plan)
-        found.append(bool(header[Header.NUM_WHOLE_ROWS]))
+        found.append(header.num_whole_rows > 0)
         queue.update(plan, [[1]] * len(plan.scheduled))
     assert found == [several, False, False]  # b is gone then
 
@@ -191,9 +185,7 @@ def test_prompt_logprobs_ask_for_every_token_but_the_last(budget):
         plan = queue.schedule()
         header, sections, _ = device.apply(plan)
         assert len(sections["prompt_logits"]) == len(sections["prompt_targets"])
-        assert decode_count(header[Header.PROMPT_LOGPROBS]) == (
-            1 if len(sections["prompt_targets"]) else None
-        )
+        assert decode_count(header.prompt_logprobs) == (1 if len(sections["prompt_targets"]) else None)
         targets += sections["prompt_targets"].tolist()
     assert targets == list(range(1, 10))
 
@@ -205,7 +197,7 @@ def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
     plan = queue.schedule()
     header, sections, _ = device.apply(plan)
     device.check(plan)
-    assert MixedShape.of(header) == shapes[0] and header[Header.NUM_SAMPLES] == 1
+    assert header.shape == shapes[0] and header.num_samples == 1
     assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0] and sections["positions"].tolist() == [
         0,
         1,
@@ -224,7 +216,7 @@ def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
         queue.add(request(name, 2))
     plan = queue.schedule()
     header, sections, _ = device.apply(plan)
-    assert MixedShape.of(header) == shapes[1]
+    assert header.shape == shapes[1]
     assert sections["token_rows"].tolist() == [0, 1, 1, 2, 2, 3, 3, -1] and sections["token_ids"][0] == -1
     assert sections["rows"].tolist() == [0, -1, 1, 2, 3] and sections["kv_lens"].tolist() == [6, 0, 2, 2, 2]
     assert sections["query_starts"].tolist() == [0, 1, 1, 3, 5, 7]
@@ -240,7 +232,7 @@ def test_what_no_captured_step_has_room_for_runs_eagerly(ask):
     device, queue = Device(mixed_shapes=[MixedShape(16, 2, 2, 3, False)]), scheduler()
     queue.add(request("a", **ask))
     header, sections, _ = device.apply(queue.schedule())
-    assert not header[Header.GRAPH_TOKENS] and len(sections["token_ids"]) == ask["length"]
+    assert header.shape is None and len(sections["token_ids"]) == ask["length"]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +307,6 @@ def test_min_tokens_draws_again_only_while_a_stop_token_is_banned():
         found = []
         while (plan := made.schedule()) is not None:
             packed, _ = builder.build(plan)
-            found.append(int(packed[Header.NUM_WHOLE_ROWS]))
+            found.append(StepHeader.of(packed).num_whole_rows)
             made.update(plan, [[7] for entry in plan.scheduled if entry.samples])
         assert found == expected

@@ -14,9 +14,9 @@ from shoal.engine import draft_learner, resolve
 from shoal.engine.drafting import device, step_sizes
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner import start_up
-from shoal.engine.runner.batch import MixedShape
 from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
+from shoal.engine.runner.packed_step import MixedShape
 from shoal.errors import ConfigError
 from shoal.kernels.state import Field
 from shoal.kinds.recurrent import ShortConvKind

@@ -8,8 +8,9 @@ import pytest
 
 from shoal.api import Request
 from shoal.engine.runner import decode_groups
-from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, section_spans
+from shoal.engine.runner.batch import BatchBuilder
 from shoal.engine.runner.decode_groups import DecodeGroups, best_runs, num_common
+from shoal.engine.runner.packed_step import StepHeader, section_spans
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, MAX_DECODE_GROUPS, DecodeGroupField, StateLayout
 from shoal.sampling_params import SamplingParams
@@ -141,7 +142,8 @@ class Device:
 
     def run(self, plan):
         packed, _ = self.builder.build(plan, self.layout.num_rows)
-        sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
+        header = StepHeader.of(packed)
+        sections = {name: packed[a:b] for name, (a, b) in section_spans(header).items()}
         assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), (
             "an address comes twice"
         )
@@ -150,7 +152,7 @@ class Device:
             self.state[self.layout.prefix_address :][span] for span in self.layout.prefix_spans
         )
         table = table.reshape(MAX_DECODE_GROUPS, len(DecodeGroupField))
-        num_groups = packed[Header.NUM_DECODE_GROUPS]
+        num_groups = header.num_decode_groups
         assert not table[num_groups:].any()
         found = np.zeros_like(lens)
         for start, count, length, row in table[:num_groups]:

@@ -12,9 +12,10 @@ from shoal import LLM, SamplingParams
 from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
-from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, section_spans
+from shoal.engine.runner.batch import BatchBuilder
 from shoal.engine.runner.cache_plan import plan_cache
 from shoal.engine.runner.kv_cache import KvCache
+from shoal.engine.runner.packed_step import StepHeader, section_spans
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError
 from shoal.kernels.state import FIELDS, StateLayout
@@ -176,7 +177,7 @@ def test_each_table_has_what_its_group_needs_and_nothing_comes_twice():
         if not plan.scheduled:
             continue
         packed, _ = builder.build(plan)
-        spans = section_spans(packed[:HEADER_SIZE])
+        spans = section_spans(StepHeader.of(packed))
         addresses, values = (packed[slice(*spans[name])] for name in ("addresses", "values"))
         assert len(set(addresses.tolist())) == len(addresses)
         state[addresses] = values

@@ -14,7 +14,8 @@ from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner import start_up
-from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, MixedShape
+from shoal.engine.runner.batch import BatchBuilder
+from shoal.engine.runner.packed_step import MixedShape, StepHeader
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import Field
@@ -71,9 +72,9 @@ class Rank:
         plan = self.scheduler.schedule()
         packed, options = self.builder.build(plan, self.runner.padded_decodes(plan))
         result = self.runner.step(packed, options or None)
-        header = packed[:HEADER_SIZE]
-        kind = "captured mixed" if header[Header.GRAPH_TOKENS] else "mixed"
-        self.kinds.append("decode" if header[Header.DECODE_ONLY] else kind)
+        header = StepHeader.of(packed)
+        kind = "mixed" if header.shape is None else "captured mixed"
+        self.kinds.append("decode" if header.decode_only else kind)
         self.scheduler.update(plan, result.wait())
         return plan, result
 
