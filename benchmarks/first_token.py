@@ -35,7 +35,7 @@ PARTS = (
     ("shoal.engine.ranks.ranks", "use_gpu"),
     ("shoal.engine.runner.runner", "ModelRunner.__init__"),
     ("shoal.engine.runner.runner", "GpuShare"),
-    ("shoal.engine.runner.runner", "Decoder"),
+    ("shoal.engine.build_model", "Decoder"),
     ("shoal.engine.runner.runner", "load_weights"),
     ("shoal.engine.runner.start_up", "compile_ahead"),
     ("shoal.engine.runner.start_up", "num_blocks_that_fit"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.engine.drafting.sender import DraftSender
 from shoal.engine.runner.decode_groups import DecodePrefixes
-from shoal.engine.runner.packed_step import MixedShape, StepHeader, pack
+from shoal.engine.runner.packed_step import MixedShape, StepHeader, pack, pack_copies
 from shoal.engine.runner.sampler_options import (
     MOST_WHOLE_ROWS,
     RowNeeds,
@@ -29,7 +29,6 @@ from shoal.engine.runner.sampler_options import (
     sample_options,
     start_options,
 )
-from shoal.engine.runner.state_copies import pack_copies
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.engine.scheduling.part_state import StateCopies
+
 # Sections start at multiples of as many int32s, 16 bytes, so that Triton sees one alignment and compiles one
 # variant.
 ALIGNMENT = 4
@@ -81,7 +83,7 @@ class StepHeader(NamedTuple):
     logprobs: int = 0
     prompt_logprobs: int = 0
     whole_rows_size: int = 0  # the ints that describe whole rows, padding included
-    states_size: int = 0  # the ints that describe copies of states (state_copies.py)
+    states_size: int = 0  # the ints that describe copies of states (`pack_copies`)
     restores_size: int = 0  # how many of them describe restores
     queries: int = 0  # the places of each decode for tokens
     histories_size: int = 0  # the ints of tokens in which drafts are looked up
@@ -159,6 +161,32 @@ def token_spans(shape: MixedShape) -> dict[str, tuple[int, int]]:
     """Returns the place of each token section in a step of this shape, relative to the first."""
     spans = section_spans(StepHeader().with_shape(shape))
     return {name: (start - HEADER_SIZE, end - HEADER_SIZE) for name, (start, end) in spans.items()}
+
+
+def pack_copies(copies: StateCopies) -> tuple[np.ndarray, int]:
+    """Returns the ints of a step's copies, and how many of them, the first ones, are for restores. Restores,
+    and then saves, have the places written to and the places read from; with drafts, saves also have the ends
+    at which they are due. The place of a row's part, which has a block's bytes, is its number among the parts
+    of all rows."""
+    restores, saves = _pairs(copies.restores), _pairs(copies.saves)
+    ends = []
+    if copies.ends is not None:
+        size = len(copies.saves[0][1]) if copies.saves else 0
+        ends = [np.zeros(len(saves[0]), np.int32)]
+        ends[0][: size * len(copies.ends)] = np.repeat(np.array(copies.ends, np.int32), size)
+    packed = np.concatenate((*restores, *saves[::-1], *ends))
+    return packed, 2 * len(restores[0])
+
+
+def _pairs(copies: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the parts of rows, and the block that belongs to each. Padding has -1 in both."""
+    size = len(copies[0][1]) if copies else 0
+    padded = padded_size(size * len(copies))
+    parts, blocks = np.full((2, padded), -1, np.int32)
+    for i, (row, own) in enumerate(copies):
+        parts[i * size : (i + 1) * size] = np.arange(row * size, (row + 1) * size)
+        blocks[i * size : (i + 1) * size] = own
+    return parts, blocks
 
 
 def padded_size(size: int) -> int:

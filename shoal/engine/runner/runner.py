@@ -7,17 +7,15 @@ Every rank gets the same commands in the same order.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
-from shoal.attention.select import select_backends
 from shoal.config import ResolvedConfig
+from shoal.engine.build_model import build_model
 from shoal.engine.drafting.device import build_drafting
-from shoal.engine.drafting.rank_head import build_head, weights_of
+from shoal.engine.drafting.rank_head import weights_of
 from shoal.engine.profile import RankProfile, span
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.cache_plan import may_share_prefixes, plan_cache, with_scales
@@ -39,10 +37,8 @@ from shoal.engine.runner.whole_rows import WholeRowSampler, whole_row_sizes
 from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import StateLayout
-from shoal.layers.mixer import mixer_shape
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
-from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles
 
@@ -64,35 +60,17 @@ class ModelRunner:
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs = config.max_num_seqs
-        self.max_model_len = config.max_model_len
-        self.max_num_tokens = config.max_num_batched_tokens
+        max_num_seqs, max_model_len = config.max_num_seqs, config.max_model_len
         has_size = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
         is_measured = self.device.type == "cuda" and not has_size
         self.share = GpuShare(self.device, config) if is_measured else None
         self.regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
         plan, scales = with_scales(plan_cache(config, model, tp.rank), config, files, warns=tp.rank == 0)
-        with self._building():
-            ops = select_ops(self.device.type)
-            backends = select_backends(
-                config,
-                self.device,
-                self.dtype,
-                [mixer_shape(a, tp.size) for kind in model.cached_layers if (a := kind.attention)],
-                # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
-                holding=partial(self.regions.holding, "kv_cache"),
-            )
-            backend = next(iter(backends.values()))  # all of them are of one class
-            in_weights = partial(self.regions.holding, "weights")
-            with in_weights():
-                self.model = Decoder(
-                    model, tp, ops, backends, config.keep_quantized, config.quantizes_weights, in_weights
-                )
-            self.model.allocate_ropes(self.max_model_len)
-            self.head = build_head(config, files, self.model, tp, ops, backends, in_weights)
-        max_blocks = -(-self.max_model_len // plan.block_size)
-        self.layout = StateLayout(self.max_num_seqs, max_blocks, len(plan.groups))
+        ops, holding = select_ops(self.device.type), self.regions.holding
+        self.model, self.head, backend = build_model(config, files, tp, ops, self.device, holding)
+        max_blocks = -(-max_model_len // plan.block_size)
+        self.layout = StateLayout(max_num_seqs, max_blocks, len(plan.groups))
         self.state = state = BatchState(self.layout, self.device, config.queries)
         parts = state.table, state.active_B, state.sampled_S, state.block_tables
         self.drafting = build_drafting(config, self.head, ops, lambda: self.cache.layers, parts)
@@ -102,11 +80,11 @@ class ModelRunner:
         # A kernel downloads tokens, because a copy engine keeps the next step waiting 5 us longer. With tiers
         # the engines may be busy with large copies of blocks, so a kernel makes uploads there, too.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
-        num_ints = self.max_num_seqs * (1 if self.drafting is None else self.drafting.report_size)
-        buffers = StepBuffers(num_ints, self.max_num_tokens, self.device, copy, ops.copy_ints)
+        num_ints = max_num_seqs * (1 if self.drafting is None else self.drafting.report_size)
+        buffers = StepBuffers(num_ints, config.max_num_batched_tokens, self.device, copy, ops.copy_ints)
         # Sizes of the chunks in which a step samples from whole rows, small to large.
-        self.whole_row_sizes = whole_row_sizes(self.max_num_seqs, captures=self.device.type == "cuda")
-        with self.regions.holding("kv_cache"):
+        self.whole_row_sizes = whole_row_sizes(max_num_seqs, captures=self.device.type == "cuda")
+        with holding("kv_cache"):
             self.whole_rows = WholeRowSampler(
                 ops,
                 tp,
@@ -117,15 +95,13 @@ class ModelRunner:
                 plan.keeps_all,
             )
             states = plan_states(config, model, plan.block_bytes)
-            self.states = StateRows(states, self.max_num_seqs, ops, self.device, self.drafting, self.model)
+            self.states = StateRows(states, max_num_seqs, ops, self.device, self.drafting, self.model)
         transfer = config.kv_transfer_config
         is_shared = transfer is not None and transfer.lends
         self.cache = KvCache(plan, model.cached_layers, scales, self.states.layers, self.device, is_shared)
         self.layer_events = LayerEvents(len(model.cached_layers), self.device)
-        processes_logprobs = config.logprobs_mode == "processed_logprobs"
-        self.sampler = Sampler(
-            ops, tp, self.state, self.whole_rows, self.model.lm_head, processes_logprobs=processes_logprobs
-        )
+        processes = config.logprobs_mode == "processed_logprobs"
+        self.sampler = Sampler(ops, tp, self.state, self.whole_rows, self.model.lm_head, processes)
         self.steps = Steps(
             self.model,
             ops,
@@ -133,11 +109,10 @@ class ModelRunner:
             self.cache,
             self.states,
             self.sampler,
-            self.whole_rows,
             buffers,
             self.layer_events,
             self.mixed_shapes,
-            self.max_model_len,
+            max_model_len,
             self.drafting,
         )
         if peer_weights is None or not take_export(self.model, files, peer_weights, self.device, tp.rank):
@@ -153,17 +128,6 @@ class ModelRunner:
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
         self._peers: RankPeers | None = None
-
-    @contextmanager
-    def _building(self) -> Iterator[None]:
-        """Makes the engine's device and dtype torch's defaults inside this context."""
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with torch.device(self.device):
-                yield
-        finally:
-            torch.set_default_dtype(dtype)
 
     # Steps
 

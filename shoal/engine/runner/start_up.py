@@ -50,7 +50,7 @@ def compile_ahead(runner: ModelRunner) -> None:
             steps.rehearse(1)
         if runner.tp.all_reduce(torch.tensor(len(compiled), device=runner.device)).item():
             # Kernels of long prompts come first, since they take longest to compile.
-            rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
+            rehearse_eager(runner.steps, runner.config.max_num_seqs, runner.config.max_num_batched_tokens)
             for steps in graphs:
                 steps.rehearse()
     runner.state.reset()
@@ -75,15 +75,15 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     if runner.share is None:
         of_rows = runner.states.nbytes
         return (runner.config.kv_cache_memory_bytes - of_rows) // runner.cache.plan.block_bytes
-    num_seqs = min(runner.max_num_seqs, runner.max_num_tokens)
-    query_len = min(runner.max_num_tokens // num_seqs, runner.max_model_len)
+    num_seqs = min(runner.config.max_num_seqs, runner.config.max_num_batched_tokens)
+    query_len = min(runner.config.max_num_batched_tokens // num_seqs, runner.config.max_model_len)
     with runner.model.one_layer_of_each_kind():
         logits_SV = rehearse(runner.steps, num_seqs, query_len)
     # The rare requests that ask for log-probabilities must find room too.
     rows_S = torch.arange(num_seqs, device=runner.device)
     runner.sampler.logprobs(logits_SV, rows_S, 1, None, filtered=[*range(num_seqs)])
     del logits_SV
-    rehearse_longest(runner.steps, runner.max_num_tokens)
+    rehearse_longest(runner.steps, runner.config.max_num_batched_tokens)
     runner.state.reset()
     graph_bytes = 0
     if not runner.config.enforce_eager:
@@ -118,12 +118,12 @@ def prepare_steps(runner: ModelRunner) -> None:
         pool = runner.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
         with repeated_launches():
             capture(runner.steps, graphs, pool)
-    rehearse_eager(runner.steps, runner.max_num_seqs, runner.max_num_tokens)
+    rehearse_eager(runner.steps, runner.config.max_num_seqs, runner.config.max_num_batched_tokens)
     runner.state.reset()
 
 
 def _new_graphs(runner: ModelRunner) -> Graphs:
-    sizes = decode_sizes(runner.config.cudagraph_capture_sizes, runner.max_num_seqs)
+    sizes = decode_sizes(runner.config.cudagraph_capture_sizes, runner.config.max_num_seqs)
     ladders = decode_ladders(sizes, runner.share_from, draft_rows(runner.config))
     return graphs_of(runner.steps, ladders)
 
@@ -132,7 +132,7 @@ def seconds_per_prompt_token(runner: ModelRunner) -> float:
     """Computes a made-up prompt and returns the seconds that each of its tokens took. To be called before
     the first request."""
     most = MEASURED_TOKENS[runner.device.type]
-    num_tokens = max(1, min(most, runner.max_num_tokens, runner.max_model_len // 2))
+    num_tokens = max(1, min(most, runner.config.max_num_batched_tokens, runner.config.max_model_len // 2))
     seconds = float("inf")
     # The first try loads what it needs, and another program may disturb a later one: the quickest counts.
     for _ in range(MEASURE_TRIES):

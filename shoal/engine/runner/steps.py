@@ -37,7 +37,7 @@ from shoal.engine.runner.sampler_options import SamplerOptions, decode_count
 from shoal.engine.runner.sampling import Sampler
 from shoal.engine.runner.state_rows import StateRows
 from shoal.engine.runner.step_buffers import StepBuffers
-from shoal.engine.runner.whole_rows import StepWholeRows, WholeRowSampler, decode_places
+from shoal.engine.runner.whole_rows import StepWholeRows, decode_places
 from shoal.engine.scheduling.draft_lengths import DraftReport
 from shoal.kernels.ops import Ops
 from shoal.kernels.sampling.row_options import SamplePlaces
@@ -95,7 +95,6 @@ class Steps:
         cache: KvCache,
         states: StateRows,
         sampler: Sampler,
-        whole_rows: WholeRowSampler,
         buffers: StepBuffers,
         layer_events: LayerEvents,
         mixed_shapes: list[MixedShape],
@@ -106,7 +105,7 @@ class Steps:
         speculation."""
         self.model, self.ops = model, ops
         self.state, self.cache, self.states = state, cache, states
-        self.sampler, self.whole_rows = sampler, whole_rows
+        self.sampler, self.whole_rows = sampler, sampler.whole_rows
         self.buffers, self.layer_events = buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
         self.drafting = drafting

@@ -10,9 +10,9 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.attention.triton import TritonBackend
 from shoal.config import EngineConfig, SpeculativeConfig
+from shoal.engine import build_model as build_module
 from shoal.engine import draft_learner, resolve
 from shoal.engine.drafting import device, step_sizes
-from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner import start_up
 from shoal.engine.runner.capture_sizes import decode_ladders
 from shoal.engine.runner.graphs import DecodeGraphs
@@ -75,13 +75,13 @@ def build(monkeypatch):
         steps, config = runner.steps, on_gpu(runner.config)
         runner.drafting._on_gpu = True
         monkeypatch.setattr(step_sizes, "draft_sizes", gpu_sizes)
-        ladders = decode_ladders([1, 2, 4, 8, 16, runner.max_num_seqs], None, gpu_rows(config))
+        ladders = decode_ladders([1, 2, 4, 8, 16, runner.config.max_num_seqs], None, gpu_rows(config))
         graphs, _, _ = start_up.graphs_of(steps, ladders)
         assert isinstance(graphs, DecodeGraphs)
         graphs.graphs = Graphs(graphs.launch, llm.counts)
         steps.decode_graphs = graphs
         with torch.inference_mode():
-            start_up.rehearse_eager(steps, runner.max_num_seqs, runner.max_num_tokens)
+            start_up.rehearse_eager(steps, runner.config.max_num_seqs, runner.config.max_num_batched_tokens)
         runner.state.reset()
         return llm
 
@@ -274,7 +274,7 @@ def test_prompts_beside_decodes_are_captured_and_positions_are_the_devices(
         sizes = config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
         return {shape: TritonBackend(shape, *sizes, queries=config.queries) for shape in shapes}
 
-    monkeypatch.setattr(runner_module, "select_backends", select)
+    monkeypatch.setattr(build_module, "select_backends", select)
     rings, speculation = RING, FIXED
     if has_head:
         rings = eagle3_heads.ring(7)

@@ -235,6 +235,7 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal.attention.latent_triton import TritonLatentBackend
     from shoal.attention.triton import TritonBackend
+    from shoal.engine import build_model as build_module
     from shoal.engine.drafting import device as drafting_device
     from shoal.engine.drafting import step_sizes
     from shoal.engine.runner import runner as runner_module
@@ -317,7 +318,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
     start_up.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
-    runner_module.select_backends = lambda config, device, dtype, shapes, holding: {
+    build_module.select_backends = lambda config, device, dtype, shapes, holding: {
         shape: TritonLatentBackend(shape, device, dtype)
         if isinstance(shape, LatentKind)
         else TritonBackend(

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from shoal.api import Request
 from shoal.attention.triton import TritonBackend
 from shoal.config import EngineConfig
+from shoal.engine import build_model as build_module
 from shoal.engine.resolve import resolve_config
-from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner import start_up
 from shoal.engine.runner.batch import BatchBuilder
 from shoal.engine.runner.packed_step import MixedShape, StepHeader
@@ -251,7 +251,7 @@ def captured(start, monkeypatch, request):
         sizes = config.block_size, config.max_num_seqs, config.max_model_len
         return {shape: TritonBackend(shape, *sizes, device, dtype, holding=holding) for shape in shapes}
 
-    monkeypatch.setattr(runner_module, "select_backends", select)
+    monkeypatch.setattr(build_module, "select_backends", select)
     rank = start(getattr(request, "param", "qwen3"), max_num_batched_tokens=20, max_num_seqs=4)
     shapes = [MixedShape(20, 3, 4, 4, False), MixedShape(32, 4, 4, 4, False)]
     rank.builder.mixed_shapes = shapes

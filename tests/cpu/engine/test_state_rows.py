@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.config import SpeculativeConfig
-from shoal.engine.runner.state_copies import pack_copies
+from shoal.engine.runner.packed_step import pack_copies
 from shoal.engine.runner.state_rows import StateRows, plan_states
 from shoal.engine.scheduling.part_state import StateCopies
 from shoal.kernels.cpu import ops

@@ -17,8 +17,8 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
+from shoal.engine import build_model
 from shoal.engine.resolve import resolve_config
-from shoal.engine.runner import runner
 from shoal.errors import MAX_MESSAGE, CheckpointError, ConfigError
 from shoal.models.config_json import config_from_json
 from shoal.models.configs.fields import MOST
@@ -340,7 +340,7 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
     (tmp_path / "config.json").write_text(
         json.dumps(CONFIG | dict(hidden_size=2**18, head_dim=64, num_hidden_layers=4096))
     )
-    monkeypatch.setattr(runner, "Decoder", lambda *args: pytest.fail("something was made"))
+    monkeypatch.setattr(build_model, "Decoder", lambda *args: pytest.fail("something was made"))
     with pytest.raises(
         ConfigError,
         match=r"weights of \d+ bytes, .* are more than the \d+ bytes that this "
