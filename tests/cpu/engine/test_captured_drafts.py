@@ -112,7 +112,7 @@ def test_random_requests_are_answered_as_without_drafts(options, speculation, wa
             assert a == b, (i, params[i])
         for a, b in zip(want, got):
             close(a, b)
-    assert any(key.queries > 1 for key in llm.counts) and any(key.queries == 1 for key in llm.counts)
+    assert any(key.queries > 1 for key in llm.counts)
 
 
 def test_sizes_are_few_and_steps_have_room_for_them():
