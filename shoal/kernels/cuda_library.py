@@ -4,13 +4,10 @@ the user's cache folder beside our C libraries (c_library.py), and launched by t
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -111,36 +108,6 @@ def compiled(source: Path, constants: Mapping[str, int], capability: tuple[int, 
     except (ConfigError, OSError) as error:
         raise BuildError(f"{source.name} could not be compiled and kept: {error}") from None
     return binary
-
-
-@functools.cache
-def _compiling(
-    source: Path, constants: tuple[tuple[str, int], ...], capability: tuple[int, int]
-) -> Future[bytes]:
-    result: Future[bytes] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(compiled(source, dict(constants), capability))
-        except BaseException as error:  # noqa: BLE001   `result` raises it
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="compile-cuda", daemon=True).start()
-    return result
-
-
-def compiling(source: Path, constants: Mapping[str, int], capability: tuple[int, int]) -> Future[bytes]:
-    """Returns the future result of `compiled`, which a thread reads or compiles, once a process."""
-    return _compiling(source, tuple(sorted(constants.items())), capability)
-
-
-def has_compiler() -> bool:
-    """Says if there is an NVRTC."""
-    try:
-        _nvrtc()
-    except OSError:
-        return False
-    return True
 
 
 def compile_cuda(source: bytes, name: str, options: list[str]) -> bytes:
