@@ -104,8 +104,8 @@ def decode(kind: type[T], body: bytes) -> T:
         elif field and message.startswith(NOT_A_CHOICE) and (words := choices(kind, field)):
             got = message.removeprefix(NOT_A_CHOICE)
             message = f"must be one of {', '.join(words)}, got {got:.{MAX_VALUE}}; choose one"
-        elif field and LIMIT.search(message):
-            message += f", got {wrong_value(body, field)}"
+        elif field and LIMIT.search(message) and (value := wrong_value(body, field)) is not None:
+            message += f", got {value}"
         raise ApiError(400, f"{field}: {message}" if field else message, param=field) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None

@@ -36,9 +36,13 @@ def wrong_key(kind: Any, body: bytes, path: str) -> str | None:
     return entries[0][0][:MAX_KEY] if entries and _is_refused(kind, value) else None
 
 
-def wrong_value(body: bytes, path: str) -> str:
-    """Returns the value at `path`, as an error shows it."""
-    return f"{_at(msgspec.json.decode(body), path)!r:.{MAX_VALUE}}"
+def wrong_value(body: bytes, path: str) -> str | None:
+    """Returns the value at `path`, as an error shows it. None if the body is not JSON behind it."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return f"{_at(value, path)!r:.{MAX_VALUE}}"
 
 
 def choices(kind: Any, path: str) -> list[str]:

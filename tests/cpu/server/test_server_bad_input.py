@@ -855,10 +855,13 @@ def test_only_halves_of_characters_are_replaced(server):
         (b'{"prompt": "a", "max_tokens": "many", _', "max_tokens"),
         (b'{"prompt": "a", "logit_bias": {"x": 1}, _', "logit_bias"),
         (b'{"prompt": "a", "seed": "x", "a": "\xff"', "seed"),
+        (b'{"prompt": "a", "top_k": -2, _', "top_k"),
+        (b'{"prompt": "a", "top_k": -2, "a": "\xff"', "top_k"),
     ],
 )
 def test_a_wrong_field_before_malformed_json_is_a_refusal(body, param, server):
-    """Regression: the search for what the client meant read the whole body, and its failure was a 500."""
+    """Regression: the search for what the client meant, or for the value that an error shows, read the whole
+    body, and its failure was a 500."""
     status, _, text = server.request(COMPLETE, body)
     assert status == 400 and json.loads(text)["error"]["param"] == param, text
 
