@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.errors import CheckpointError
 from shoal.kinds.latent import LatentKind
-from shoal.model_config import AttentionKind, LayerKind
+from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.configs.fields import ConfigFields
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -47,3 +49,12 @@ def attention_of(kind: LayerKind) -> AttentionKind | LatentKind:
     """Returns the attention of a layer of a model whose layers all have one."""
     assert kind.attention is not None
     return kind.attention
+
+
+def rotating_in_windows(config: ModelConfig) -> ModelConfig:
+    """Returns the config with a rope in layers with a window alone."""
+    layers = (
+        kind.with_attention(rope=None) if attention_of(kind).window is None else kind
+        for kind in config.layers
+    )
+    return replace(config, layers=tuple(layers))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.fields import ConfigFields, check_fixed
-from shoal.models.configs.layers import attention_of, full_every
+from shoal.models.configs.layers import full_every, rotating_in_windows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,11 +23,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def read_windowed(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    layers = tuple(
-        kind.with_attention(rope=None) if attention_of(kind).window is None else kind
-        for kind in config.layers
-    )
-    return read(replace(config, layers=layers), fields)
+    return read(rotating_in_windows(config), fields)
 
 
 def layer_class() -> type[nn.Module]:

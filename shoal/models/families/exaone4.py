@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.layers import FULL, attention_of, full_every
+from shoal.models.configs.layers import FULL, full_every, rotating_in_windows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     if fields.get("sliding_window") is not None:
-        config = replace(
-            config,
-            layers=tuple(
-                kind.with_attention(rope=None) if attention_of(kind).window is None else kind
-                for kind in config.layers
-            ),
-        )
+        config = rotating_in_windows(config)
     return replace(config, qk_norm=True)
 
 

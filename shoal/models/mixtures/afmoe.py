@@ -12,7 +12,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.experts import shared_experts, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
-from shoal.models.configs.layers import attention_of, full_every
+from shoal.models.configs.layers import full_every, rotating_in_windows
 from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 if TYPE_CHECKING:
@@ -35,20 +35,10 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         router,
         shared=shared_experts(fields, "num_shared_experts"),
     )
-    config = config.with_attention(gate=OutputGate("sigmoid"))
-    layers = tuple(
-        kind.with_attention(rope=None) if attention_of(kind).window is None else kind
-        for kind in config.layers
-    )
+    config = rotating_in_windows(config.with_attention(gate=OutputGate("sigmoid")))
     bias, scale = fields.flag("attention_bias"), config.hidden_size**0.5 if fields.flag("mup_enabled") else 1
     config = replace(
-        config,
-        norm="float32",
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        embedding_multiplier=scale,
-        layers=layers,
+        config, norm="float32", qk_norm=True, qkv_bias=bias, o_bias=bias, embedding_multiplier=scale
     )
     return with_experts(config, fields, experts)
 
@@ -69,7 +59,6 @@ ARCHITECTURE = Architecture(
         "rms_norm_eps": 1e-5,
         "sliding_window": 1024,
         "global_attn_every_n_layers": 4,
-        "num_dense_layers": 1,
         "moe_intermediate_size": 1408,
         "num_experts": 64,
         "num_experts_per_tok": 6,
