@@ -156,7 +156,7 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     # the model's default sampling parameters; {} if the options exclude them
     generation_config: dict[str, Any]
     num_blocks: int
-    kv_cache_tokens: int  # how many tokens the KV cache has room for
+    kv_cache_tokens: int  # the most in the KV cache; below max_model_len also the most of one sequence
     block_size: int
     max_num_seqs: int
     device: str

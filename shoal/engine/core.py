@@ -134,8 +134,10 @@ class EngineCore:
             self.parts.add(part)
         plan = self.ranks.runner.cache.plan.with_specs(num_blocks=self.num_blocks)
         sizes = (config.max_model_len, self.scheduler.blocks.chunk)
-        # the most tokens that the cache holds; one sequence with windows may have more than its share
-        self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.scheduler.blocks.room)
+        # below max_model_len those of one sequence: it needs all blocks of its windows at any length
+        self.kv_cache_tokens = self.scheduler.blocks.room
+        if self.kv_cache_tokens >= config.max_model_len:
+            self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.kv_cache_tokens)
         most, dtype, device = config.max_num_seqs, config.dtype, config.device
         logger.info("%s, %d sequences at once, %s on %s", plan.capacity(*sizes), most, dtype, device)
         if self.kv_cache_tokens < config.max_model_len:

@@ -17,7 +17,7 @@ from shoal.engine.runner.cache_plan import plan_cache
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.engine.runner.packed_step import StepHeader, section_spans
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RequestError
 from shoal.kernels.state import FIELDS, StateLayout
 from shoal.kinds.rope import RopeConfig
 from shoal.kv.groups import NO_BLOCK, LayerGroup
@@ -323,6 +323,17 @@ def test_use_of_the_cache_is_reported_by_group(root, build, caplog):
     }
     llm.core.scheduler.abort_all()
     llm.core.step()
+
+
+def test_a_small_cache_reports_the_longest_sequence_that_it_takes(root, build):
+    """Regression: it reported its share of a longer sequence, but the blocks of windows are needed at any length."""
+    folder = tiny.write_model(root, "qwen3-windows")
+    core = build(folder, kv_cache_memory_bytes=1 << 16).core
+    longest = core.kv_cache_tokens
+    assert 64 < longest < 256
+    core.add(Request("a", [1] * (longest - 1), GREEDY))
+    with pytest.raises(RequestError, match=f"{longest} tokens long"):
+        core.add(Request("b", [1] * longest, GREEDY))
 
 
 def test_a_cache_without_a_block_for_each_group_is_refused(root):
