@@ -64,11 +64,8 @@ def _add_bench_serve(kinds: Commands) -> None:
     parser.add_argument("--plot", metavar="FILE", help=f"PNG file to draw; {PLOT_EXTRA}")
     parser.add_flags(ServeBench, "load")
     parser.add_vllm_options(BENCH_SERVE_OPTIONS)
-    for flag in (
-        "--host",
-        "--port",
-        "--result-dir",
-    ):  # vLLM's, in place of --base-url, and before a file's name
+    # vLLM's, in place of --base-url and of a path in --result-filename
+    for flag in ("--host", "--port", "--result-dir"):
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.set_defaults(run=run_bench_serve)
 

@@ -312,9 +312,8 @@ def _has_few_outs(shape: Shape) -> bool:
 def choose_tiles_of_one_row(shape: Shape, dtype: torch.dtype) -> ElementwiseTiles:
     columns = shape.inputs
     if dtype == torch.float8_e4m3fn:
-        return ElementwiseTiles(
-            2 if shape.gated else 4, 1024, 4
-        )  # Small tiles: more of them are there at once.
+        # Small tiles: more of them are there at once.
+        return ElementwiseTiles(2 if shape.gated else 4, 1024, 4)
     if columns <= 1024:
         return ElementwiseTiles(4, 1024, 4) if shape.weight_rows <= 4096 else ElementwiseTiles(8, 512, 4)
     if columns <= 2048:

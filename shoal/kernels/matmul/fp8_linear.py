@@ -102,7 +102,7 @@ def _many_kernel(
 
 
 def fp8_group(matrix: Fp8Matrix, rows: int) -> int | None:
-    """Returns the group size along columns for fp8 inputs of `num_rows` rows. 0: one scale per row. None: the
+    """Returns the group size along columns for fp8 inputs of `rows` rows. 0: one scale per row. None: the
     matmul takes them as they are."""
     outs, inputs = matrix.data.shape
     shape = Shape(outs, inputs, group=matrix.group)
@@ -201,7 +201,8 @@ def _many(
 def _by_torch(
     x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
 ) -> None:
-    """CUTLASS or cuBLAS, which write bf16 alone. Without `use_fast_accum` their sums are promoted as ours."""
+    """CUTLASS or cuBLAS, which write bf16 alone. Without `use_fast_accum` their sums are promoted as
+    `_many_kernel` does."""
     scales = x.scales.t(), matrix.scales  # [T, groups] and [groups, O], as both lie
     result = out_TO.new_empty(out_TO.shape) if add else out_TO
     torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=result)

@@ -48,9 +48,8 @@ def _card(exchange: Exchange, model: ServedModel | ExternalModel, name: str) -> 
         "object": "model",
         "created": STARTED,
         "owned_by": "shoal",
-        "root": model.name
-        if card is None
-        else card.model,  # as clients load its tokenizer, such as vllm bench
+        # Clients such as `vllm bench` load the tokenizer by it.
+        "root": model.name if card is None else card.model,
         "parent": None,
         "max_model_len": model.max_model_len,
     }
