@@ -26,9 +26,9 @@ ARCHITECTURE = replace(
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
-        "norm_topk_prob": True,  # whatever a config says
         "tie_word_embeddings": True,
     },
+    said_otherwise=lambda fields: {"norm_topk_prob": True},  # transformers reads no such field
     tensors={
         "mlp.experts.gate_up_proj": Stack(
             ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),

@@ -107,3 +107,10 @@ def test_a_rope_without_a_theta_has_that_of_the_class(architecture):
     expected = getattr(own_class, "default_theta", None) or ROPE_THETA
     expected = expected["global"] if isinstance(expected, dict) else expected
     assert architecture.defaults.get("rope_theta", ROPE_THETA) == expected
+
+
+def test_experts_of_qwen3_vl_are_weighted_by_shares_whatever_the_config_says():
+    """Regression: norm_topk_prob false was read, which transformers' class does not have."""
+    fields = dict(architectures=["Qwen3VLMoeForConditionalGeneration"], vocab_size=10, hidden_size=32)
+    fields |= dict(intermediate_size=64, num_hidden_layers=1, num_attention_heads=16, norm_topk_prob=False)
+    assert config_from_json(fields, "test").experts.router.renormalize
