@@ -175,6 +175,7 @@ def moe_with(
     num_slots, add = num_tokens * top_k, residual_TD is not None
     counts = None
     if not tiles.slots:
+        # `route` counts from 0 and `_combine` leaves zeros, so two layers' launches must not interleave.
         counts = arrival_counters("moe", num_experts, x_TD.device)
     # They are separate tensors so that each is aligned.
     experts = torch.empty(num_slots, dtype=torch.int32, device=x_TD.device)
