@@ -588,6 +588,10 @@ QWEN_VISION = dict(
     patch_size=4,
     num_position_embeddings=16,
 )
+QWEN3_VL_EXPERTS = dict(
+    text_config=dict(EXPERTS, head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])),
+    vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
+)
 
 
 def with_mtp(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -928,26 +932,8 @@ FAMILIES |= {
         ),
         None,
     ),
-    "qwen3-vl-moe": (
-        "Qwen3VLMoeConfig",
-        dict(
-            text_config=dict(
-                EXPERTS, head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])
-            ),
-            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
-        ),
-        turned_experts,
-    ),
-    "qwen3-vl-moe-saved": (
-        "Qwen3VLMoeConfig",
-        dict(
-            text_config=dict(
-                EXPERTS, head_dim=16, rope_parameters=dict(rope_theta=1e6, mrope_section=[4, 2, 2])
-            ),
-            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0]),
-        ),
-        None,
-    ),
+    "qwen3-vl-moe": ("Qwen3VLMoeConfig", QWEN3_VL_EXPERTS, turned_experts),
+    "qwen3-vl-moe-saved": ("Qwen3VLMoeConfig", QWEN3_VL_EXPERTS, None),
     "exaone4.5": (
         "Exaone4_5_Config",
         dict(

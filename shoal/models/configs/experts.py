@@ -25,13 +25,16 @@ def with_experts(config: ModelConfig, fields: ConfigFields, experts: ExpertsKind
     )
 
 
-def routed_experts(fields: ConfigFields, router: Router) -> ExpertsKind:
-    """The experts of DeepSeek V2 and of the models after it."""
+def routed_experts(
+    fields: ConfigFields, router: Router, count: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> ExpertsKind:
+    """The experts of DeepSeek V2 and of the models after it. `count`, `shared`: fields with the number of
+    experts, and with how many of them the shared one is wide."""
     return ExpertsKind(
-        fields.count("n_routed_experts"),
+        fields.count(count),
         fields.count("moe_intermediate_size"),
         router,
-        shared=shared_experts(fields, "n_shared_experts"),
+        shared=shared_experts(fields, shared),
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from shoal.attention.backend import Backends
 from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.experts import MoE
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, LayerKind, ModelConfig
+from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
 
@@ -20,14 +20,10 @@ class GatedSandwichLayer(SandwichLayer):
 
     self_attn: GatedAttention
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
-    ) -> None:
-        super().__init__(config, kind, tp, ops, backends)
-        assert isinstance(kind.mixer, AttentionKind)
-        self.self_attn = GatedAttention(config, kind.mixer, tp, ops, backends)
-        if kind.experts is not None:
-            self.mlp = MoE(config, kind.experts, tp, ops)
+    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> nn.Module:
+        if kind.experts is None:
+            return super().build_mlp(config, kind, tp, ops)
+        return MoE(config, kind.experts, tp, ops)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import add_normed, build_norm
 from shoal.layers.parallel import TensorParallel
@@ -27,13 +28,16 @@ class SandwichLayer(nn.Module):
     ) -> None:
         super().__init__()
         assert isinstance(kind.mixer, AttentionKind)
-        self.self_attn = Attention(config, kind.mixer, tp, ops, backends)
-        self.mlp: nn.Module = MLP(config, tp, ops)
+        self.self_attn = cast(Attention, build_mixer(config, kind.mixer, tp, ops, backends))
+        self.mlp = self.build_mlp(config, kind, tp, ops)
         size = config.hidden_size
         self.input_layernorm = build_norm(config, size, ops)
         self.post_attention_layernorm = build_norm(config, size, ops)
         self.pre_feedforward_layernorm = build_norm(config, size, ops)
         self.post_feedforward_layernorm = build_norm(config, size, ops)
+
+    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> nn.Module:
+        return MLP(config, tp, ops)
 
     def forward(
         self,

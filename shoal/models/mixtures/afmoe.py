@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.kinds.attention import OutputGate
-from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.experts import Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
-from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.experts import routed_experts, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.configs.layers import full_every, rotating_in_windows
 from shoal.models.gguf_names.experts import EXPERT_TENSORS
@@ -29,12 +29,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         scale=fields.number("route_scale"),
         correction=True,
     )
-    experts = ExpertsKind(
-        fields.count("num_experts"),
-        fields.count("moe_intermediate_size"),
-        router,
-        shared=shared_experts(fields, "num_shared_experts"),
-    )
+    experts = routed_experts(fields, router, "num_experts", "num_shared_experts")
     config = rotating_in_windows(config.with_attention(gate=OutputGate("sigmoid")))
     bias, scale = fields.flag("attention_bias"), config.hidden_size**0.5 if fields.flag("mup_enabled") else 1
     config = replace(

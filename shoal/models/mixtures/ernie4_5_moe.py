@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.experts import Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Row
-from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.experts import routed_experts, with_experts
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
@@ -22,12 +22,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         float32=True,
         correction=True,
     )
-    experts = ExpertsKind(
-        fields.count("moe_num_experts"),
-        fields.count("moe_intermediate_size"),
-        router,
-        shared=shared_experts(fields, "moe_num_shared_experts"),
-    )
+    experts = routed_experts(fields, router, "moe_num_experts", "moe_num_shared_experts")
     first, last = fields.count("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
     last = config.num_layers - 1 if last in (None, -1) else fields.count("moe_layer_end_index", least=0)
     config = with_experts(config, fields, experts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.kinds.experts import ExpertsKind, Router
+from shoal.kinds.experts import Router
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
-from shoal.models.configs.experts import shared_experts, with_experts
+from shoal.models.configs.experts import routed_experts, with_experts
 from shoal.models.configs.fields import ConfigFields
 
 
@@ -22,12 +22,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         float32=True,
         correction=True,
     )
-    experts = ExpertsKind(
-        fields.count("num_experts"),
-        fields.count("moe_intermediate_size"),
-        router,
-        shared=shared_experts(fields, "num_shared_experts"),
-    )
+    experts = routed_experts(fields, router, "num_experts", "num_shared_experts")
     bias = fields.flag("attention_bias")
     config = replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
     return with_experts(config, fields, experts)
