@@ -134,7 +134,8 @@ class EngineCore:
             self.parts.add(part)
         plan = self.ranks.runner.cache.plan.with_specs(num_blocks=self.num_blocks)
         sizes = (config.max_model_len, self.scheduler.blocks.chunk)
-        # below max_model_len those of one sequence: it needs all blocks of its windows at any length
+        # A cache that cannot hold max_model_len tokens holds one sequence, and windows need all their blocks
+        # at any length.
         self.kv_cache_tokens = self.scheduler.blocks.room
         if self.kv_cache_tokens >= config.max_model_len:
             self.kv_cache_tokens = max(plan.num_tokens(*sizes), self.kv_cache_tokens)

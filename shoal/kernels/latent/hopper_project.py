@@ -114,8 +114,8 @@ def hopper_heads_kernel(
 ):
     """out[t, h, :N] = x[t, h, :K] w[h]. Each of H heads has X numbers of a row of x, O of a row of out, and
     W_ROWS rows of w. Its matrix begins with row W_FIRST of these; rows are inputs if K_FIRST, else outputs.
-    The grid is (tiles of rows, tiles of outputs, heads). ROTARY: one more tile of outputs rotates the
-    numbers of x behind K into those of out behind N."""
+    The grid is (tiles of rows, tiles of outputs, heads). ROTARY: one more tile of outputs rotates x's
+    numbers from K on, and writes them to out from N on."""
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[1] if K_FIRST else w_desc.block_type.shape[0]

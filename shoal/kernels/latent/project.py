@@ -88,7 +88,7 @@ def _heads_kernel(
     PDL: tl.constexpr,
 ):
     """out[t, h, :N] = x[t, h, :K] w[h]. The grid is (tiles of rows, heads, tiles of outputs). ROTARY: one
-    more tile of outputs rotates the numbers of x behind K into those of out behind N."""
+    more tile of outputs rotates x's numbers from K on, and writes them to out from N on."""
     wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)

@@ -47,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shoal.kernels.hopper import aggregate, barrier
 
-# Sizes are those of the shared memory, and few names are global, as each launch compares them all.
+# Triton compares all global names of a kernel at each launch, so loaders take sizes from their shared memory.
 TILE: gl.constexpr = gl.constexpr(1024)  # inputs of a tile
 INT4_SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs with 4 bits, of two parts, one a warp
 
@@ -55,7 +55,7 @@ INT4_SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs with 4 
 @aggregate
 class PlainLoader:
     weight_ptr: gl.tensor
-    ring: gl.shared_memory_descriptor  # parts of a tile, OUTS rows each, and those of up
+    ring: gl.shared_memory_descriptor  # A part of a tile has OUTS rows; up's parts follow gate's.
     row: gl.shared_memory_descriptor
     O: gl.tensor
     I: gl.tensor
@@ -513,7 +513,7 @@ class Int4Loader(_TmaLoader):
 
     @gluon.jit
     def _add_tile(self, place, k_tile, sums):
-        # Scales and minima are gpu_weight.py's in bf16, and become those of quants in fp8.
+        # gpu_weight.py packs scales and minima for quants in bf16. These factors fit them to quants in fp8.
         SCALE: gl.constexpr = 2.0**-108
         MINIMUM: gl.constexpr = 2.0**16
         words_layout: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 32, 1], [INT4_SLICES, 1, 1], [2, 1, 0])
