@@ -22,7 +22,7 @@ BUILD = (
     "sys.argv[2])(folder)"
 )
 # what lies here beside what git knows
-NOT_OURS = (".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
+NOT_OURS = (".*", "__pycache__", "node_modules", "build", "dist", "*.egg-info", "*.so")
 
 
 def build(what, folder, **environment):
@@ -43,7 +43,7 @@ def build(what, folder, **environment):
 def files_below(*folders):
     """The files below these folders of the tree."""
     found = {p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file()}
-    return {p for p in found if "__pycache__" not in p.parts and p.suffix != ".so"}
+    return {p for p in found if not {"__pycache__", "node_modules"} & {*p.parts} and p.suffix != ".so"}
 
 
 @pytest.fixture(scope="module")
