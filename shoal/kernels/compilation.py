@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any, NoReturn
 
-from shoal.kernels.launching import launches_replaced
+from shoal.kernels.launching import launches_replaced, only_prepared
 
 MAX_PROCESSES = 32  # each takes some 100 MB
 COMPILE_S = 300.0  # A process that takes longer hangs, and its kernel is compiled again when it is launched.
@@ -84,6 +84,7 @@ def compiling_ahead() -> Iterator[list[str]]:
                     del kernels[key]
 
         patched.enter_context(launches_replaced(compiling))
+        patched.enter_context(only_prepared())
         patched.callback(forget_compiled)
         listener = triton.knobs.compilation.listener
         patched.callback(setattr, triton.knobs.compilation, "listener", listener)

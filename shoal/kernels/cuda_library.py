@@ -4,10 +4,13 @@ the user's cache folder beside our C libraries (c_library.py), and launched by t
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.files.user_dirs import kernel_folder
 from shoal.kernels.c_library import BuildError
+from shoal.kernels.launching import is_only_prepared
 
 SUFFIX = ".cubin"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute, as is the next
@@ -67,7 +71,10 @@ class CudaFunction:
 
     def launch(self, programs: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
         """Launches it on the current stream with programmatic dependent launch (pdl.py). Its one parameter
-        is `arguments`. Programs whose first number differs alone are a cluster."""
+        is `arguments`. Programs whose first number differs alone are a cluster. Where Triton's launches
+        only get kernels ready (compilation.py), it runs nothing: what it would read was not written."""
+        if is_only_prepared():
+            return
         launch = self._launch(programs, threads)
         launch.stream = torch.cuda.current_stream().cuda_stream
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
@@ -108,6 +115,36 @@ def compiled(source: Path, constants: Mapping[str, int], capability: tuple[int, 
     except (ConfigError, OSError) as error:
         raise BuildError(f"{source.name} could not be compiled and kept: {error}") from None
     return binary
+
+
+@functools.cache
+def _compiling(
+    source: Path, constants: tuple[tuple[str, int], ...], capability: tuple[int, int]
+) -> Future[bytes]:
+    result: Future[bytes] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(compiled(source, dict(constants), capability))
+        except BaseException as error:  # noqa: BLE001   `result` raises it
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="compile-cuda", daemon=True).start()
+    return result
+
+
+def compiling(source: Path, constants: Mapping[str, int], capability: tuple[int, int]) -> Future[bytes]:
+    """Returns the future result of `compiled`, which a thread reads or compiles, once a process."""
+    return _compiling(source, tuple(sorted(constants.items())), capability)
+
+
+def has_compiler() -> bool:
+    """Says if there is an NVRTC."""
+    try:
+        _nvrtc()
+    except OSError:
+        return False
+    return True
 
 
 def compile_cuda(source: bytes, name: str, options: list[str]) -> bytes:

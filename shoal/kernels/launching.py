@@ -16,6 +16,21 @@ from typing import Any
 import torch
 
 _replacing = threading.Lock()  # All engines of a process share Triton's launch.
+_only_prepared = threading.local()
+
+
+@contextmanager
+def only_prepared() -> Iterator[None]:
+    """While this context lasts, launches of this thread in CUDA C++ run nothing (cuda_library.py)."""
+    _only_prepared.on = True
+    try:
+        yield
+    finally:
+        _only_prepared.on = False
+
+
+def is_only_prepared() -> bool:
+    return getattr(_only_prepared, "on", False)
 
 
 @contextmanager

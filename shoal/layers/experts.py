@@ -52,7 +52,7 @@ class ExpertMatrix(MatrixLayer):
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
-        self.joined = joined
+        self.joined, self.per_expert = joined, len(names) if stacked else 0
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if biased else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:

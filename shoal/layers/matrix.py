@@ -30,7 +30,8 @@ class MatrixLayer(LoadingLayer):
 
     def __init__(self, parts: Sequence[int], columns: int, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.parts, self.num_columns = ops, tuple(parts), columns
+        # How many parts are an expert's, in a matrix of several experts that kernels take as one.
+        self.ops, self.parts, self.num_columns, self.per_expert = ops, tuple(parts), columns, 0
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(sum(parts), columns), requires_grad=False)
         self.format: WeightFormat = PlainWeight(ops, self.weight)
         self.device, self.dtype = self.weight.device, self.weight.dtype
@@ -97,7 +98,7 @@ class MatrixLayer(LoadingLayer):
     def _pack(self) -> None:
         pieces = [self._quantized_parts[i] for i in range(len(self.parts))]
         with self.holding():
-            self.format = pack(pieces, self.ops, self.format, self.device, self.dtype)
+            self.format = pack(pieces, self.ops, self.format, self.device, self.dtype, self.per_expert)
         self.weight, self._quantized_parts = None, {}
 
     def finish(self) -> None:

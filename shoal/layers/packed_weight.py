@@ -31,6 +31,11 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Nvfp4Tensor: {"cpu": "shoal.kernels.cpu.nvfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
+# The same for matrices of all experts, gate and up of each before the next one's. Such a module has
+# `has_kernels`, too; where that says no, they are packed as others are.
+EXPERTS_PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
+    Mxfp4Tensor: {"cuda": "shoal.kernels.matmul.mxfp4_experts"}
+}
 EXPERT_ROWS = 16  # Outputs per tile in memory (gpu_weight.py). A tile belongs to one expert.
 # The input of a matmul. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
 Rows = torch.Tensor | Fp8Rows
@@ -178,9 +183,17 @@ def pack(
     replaced: WeightFormat,
     device: torch.device,
     dtype: torch.dtype,
+    per_expert: int = 0,
 ) -> PackedWeight:
     """One matrix of all rows of the pieces, in order, for activations of this type. Where the format that it
-    replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones."""
+    replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones.
+    `per_expert`: how many of the pieces are an expert's; 0: it is not a matrix of experts."""
+    for_experts = EXPERTS_PACKED_BY.get(type(pieces[0]), {}).get(device.type)
+    if per_expert and for_experts is not None:
+        module = importlib.import_module(for_experts)
+        if module.has_kernels(pieces, per_expert, device, dtype):
+            old = replaced.packed if isinstance(replaced, PackedWeight) else None
+            return PackedWeight(ops, module.pack(pieces, old, per_expert, device))
     module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
     old = replaced.packed if isinstance(replaced, PackedWeight) else None
     where = () if device.type == "cpu" else (device, dtype)

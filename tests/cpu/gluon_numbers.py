@@ -337,12 +337,11 @@ class Machine:
                 bytes_of = words.contiguous().view(torch.int8).view(*words.shape, 4)
                 where = torch.tensor([[0, 1], [2, 3]]).expand(words.shape).unsqueeze(-1)
                 return Value(bytes_of.gather(-1, where).squeeze(-1))
-            if text.startswith("prmt.b32 $0, $1, $1, "):
-                words = args[0].data.contiguous().view(torch.int16).view(*args[0].shape, 2)
-                half = {"0x1010;": 0, "0x3232;": 1}[text.split()[-1]]
-                return Value(
-                    words[..., half, None].expand(words.shape).contiguous().view(torch.int32)[..., 0]
-                )
+            if text.startswith("prmt.b32 $0, $1, 0, "):  # Each digit is one of the word's bytes, or 4: zero.
+                order, words = int(text.split()[-1].rstrip(";")), args[0].data
+                digits = [order >> 4 * i & 15 for i in range(4)]
+                parts = [(words >> 8 * digit & 255) << 8 * i for i, digit in enumerate(digits) if digit < 4]
+                return Value(sum(parts[1:], parts[0]))
             if text.startswith("mul.rn."):  # Each word has two numbers.
                 kind = torch.bfloat16 if "bf16x2" in text else torch.float16
                 a, b = (arg.data.contiguous().view(kind).float() for arg in args)

@@ -146,48 +146,52 @@ def test_many_rows_of_experts_equal_the_loop_over_them(
     assert torch.equal(out, moe.moe(*given))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("num", "top_k", "hidden", "size"), [(4, 1, 2880, 2880), (12, 3, 1408, 704), (8, 2, 64, 192)]
+    ("num", "top_k", "hidden", "size"),
+    [(4, 1, 2880, 2880), (12, 3, 1408, 704), (8, 2, 64, 192), (40, 2, 192, 64), (8, 2, 320, 1440)],
 )
 def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
-    num: int, top_k: int, hidden: int, size: int, activation: str, dtype: torch.dtype
+    num: int, top_k: int, hidden: int, size: int, activation: str
 ) -> None:
     """By each of the kernels, with biases, one busy expert and one without rows; ten runs give the same bits."""
-    from shoal.kernels.matmul import gpu_weight
+    from shoal.kernels.matmul import mxfp4_experts
     from shoal.kernels.matmul.dispatch import ExpertFormat, choose_expert_tiles, gpu_of
     from shoal.kernels.moe import moe
 
     if not gpu_of(DEVICE).hopper:
         pytest.skip("needs Hopper and Gluon")
     print("seed", torch.manual_seed(36).initial_seed())
-    kind, rule = ACTIVATIONS[activation], Router(top_k, True)
+    kind, rule, dtype = ACTIVATIONS[activation], Router(top_k, True), torch.bfloat16
     packed, plain, biases = [], [], []
-    for outs, inputs in ((size * (1 + kind.has_gate), hidden), (hidden, size)):
-        parts = [KINDS["mxfp4"](outs, inputs) for _ in range(num)]
-        packed.append(gpu_weight.pack(parts, None, DEVICE, dtype))
-        plain.append(torch.stack([part.dequantize(torch.float32, DEVICE) for part in parts]))
-        biases.append(torch.randn(num, outs, device=DEVICE).to(dtype) / 8)
+    for outs, inputs, each in ((size, hidden, 1 + kind.has_gate), (hidden, size, 1)):
+        parts = [KINDS["mxfp4"](outs, inputs) for _ in range(num * each)]
+        if not mxfp4_experts.has_kernels(parts, each, DEVICE, dtype):
+            assert outs * each % 64
+            pytest.skip("these are not whole strips")
+        packed.append(mxfp4_experts.pack(parts, None, each, DEVICE))
+        weights = torch.stack([part.dequantize(torch.float32, DEVICE) for part in parts])
+        plain.append(weights.view(num, each * outs, inputs))
+        biases.append(torch.randn(num, each * outs, device=DEVICE).to(dtype) / 8)
     ours = ExpertWeights(*packed, *biases)
     exact = ExpertWeights(*plain, *(bias.float() for bias in biases))
-    made = ExpertFormat(4, 32, is_e2m1=True)
+    made = ExpertFormat(4, 32, is_e2m1=True, in_runs=True)
     kernels = set()
-    for rows in (None, 8, 40, 100, 1000):  # an expert's, on average; None: one token
+    for rows in (None, 1, 8, 40, 100, 300, 1600):  # an expert's, on average; None: one token
         tokens = 1 if rows is None else rows * num // top_k
         tiles = choose_expert_tiles(tokens * top_k, num, (hidden, size), (made, made), dtype, gpu_of(DEVICE))
-        kernels.add((tiles.kernel, tiles.gate_up.rows, tiles.widened))
+        kernels.add(tiles.kernel)
         x = (torch.randn(tokens, hidden, device=DEVICE) / 8).to(dtype)
         logits = torch.randn(tokens, num, device=DEVICE)
         logits[:, 0] += 2
         logits[:, 1] = -1e4
         want = reference.moe(x.float(), logits, rule, exact, kind)
         got = moe.moe(x, logits, rule, ours, kind)
-        assert error(got, want) < (2e-2 if dtype == torch.bfloat16 else 3e-3), tokens
+        assert error(got, want) < 2e-2, tokens
         residual = torch.randn_like(x)
         total = residual.float() + got.float()
         assert moe.moe(x, logits, rule, ours, kind, residual) is residual
-        assert error(residual, total) < (5e-3 if dtype == torch.bfloat16 else 1e-3), tokens
+        assert error(residual, total) < 5e-3, tokens
         for _ in range(10):
             assert torch.equal(moe.moe(x, logits, rule, ours, kind), got), tokens
-    assert len(kernels) == 4 + (gpu_of(DEVICE).limits.widened_expert_rows <= 1000)
+    assert len(kernels) == 2 + (gpu_of(DEVICE).limits.widened_expert_rows <= 1600)

@@ -17,7 +17,6 @@ import ctypes
 import functools
 import logging
 import math
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.kernels.c_library import BuildError
-from shoal.kernels.cuda_library import CudaFunction, compiled
+from shoal.kernels.cuda_library import CudaFunction, compiling
 from shoal.kernels.hopper import empty_matmul_input, is_hopper
 from shoal.kernels.layer_cache import LayerCache
 
@@ -179,18 +178,7 @@ def _function(
     return None
 
 
-@functools.cache
 def _binary(device: torch.device, kernel: ClusterKernel) -> Future[bytes]:
     """The machine code, which a thread reads or compiles."""
-    capability = torch.cuda.get_device_capability(device)
-    result: Future[bytes] = Future()
-
-    def work() -> None:
-        try:
-            source = Path(__file__).with_name("new_tokens.cu")
-            result.set_result(compiled(source, kernel.constants(), capability))
-        except BaseException as error:  # noqa: BLE001   `result` raises it
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="compile-cuda", daemon=True).start()
-    return result
+    source = Path(__file__).with_name("new_tokens.cu")
+    return compiling(source, kernel.constants(), torch.cuda.get_device_capability(device))

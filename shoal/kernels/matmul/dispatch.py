@@ -40,8 +40,6 @@ SHORT_TILE_ROWS, MEDIUM_TILE_ROWS = 8, 20
 SLOT_PROGRAMS = 5  # programs per SM for experts of few slots
 # MXFP4's have short pipelines, which leave an SM room for more of the smaller programs.
 MXFP4_GROUP, MXFP4_GATED_PROGRAMS, MXFP4_PROGRAMS = 32, 5, 8
-# hopper_mxfp4_experts.py has up to as many rows of an expert, on average, and for so few tiles of 32, not 64.
-MXFP4_EXPERT_ROWS, FEW_EXPERT_ROWS = 64, 24
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
 # The most outputs and inputs of a router. A program of its kernel norms the row and multiplies it whole.
@@ -87,7 +85,7 @@ class Limits:
     # The fewest rows of an expert, on average, for Hopper's kernel of experts.
     expert_rows: int = 64
     # The fewest for which weights in MXFP4 are widened to 16 bits before.
-    widened_expert_rows: int = 768
+    widened_expert_rows: int = 1536
 
 
 NEVER = 1 << 30  # as a limit: more rows than there are
@@ -457,13 +455,13 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
 class ExpertKernel(Enum):
     TILES = 0  # tile_matmul.py
     HOPPER = 1  # hopper_experts.py
-    MXFP4 = 2  # hopper_mxfp4_experts.py
+    MXFP4 = 2  # mxfp4_experts.py
     MXFP4_SLOTS = 3  # hopper_mxfp4_slots.py
 
 
 class ExpertTiles(NamedTuple):
     """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. Hopper's kernels
-    take nothing but the rows from them. `widened`: packed weights become 16 bits before the matmul."""
+    take nothing but the rows from them. `widened`: weights in MXFP4 become 16 bits before the matmul."""
 
     gate_up: RowTiles
     down: RowTiles
@@ -479,6 +477,7 @@ class ExpertFormat(NamedTuple):
     group: int = 0  # inputs that share a scale
     is_fp8: bool = False
     is_e2m1: bool = False
+    in_runs: bool = False  # as mxfp4_experts.py lays them
 
     @property
     def is_mxfp4(self) -> bool:
@@ -514,12 +513,15 @@ def choose_expert_tiles(
         else:
             block_rows = 128 if rows > 64 and tall else 64
     kernel, widened = ExpertKernel.TILES, False
-    if _is_for_mxfp4(slots, sizes, formats, dtype, gpu) and rows <= MXFP4_EXPERT_ROWS:
+    if formats[0].in_runs:
         kernel = ExpertKernel.MXFP4_SLOTS if slots else ExpertKernel.MXFP4
-        block_rows = 16 if slots else 32 if rows <= FEW_EXPERT_ROWS else 64
-    elif not slots and _is_for_hopper_experts(rows, sizes, formats, dtype, gpu):
+        widened = rows >= gpu.limits.widened_expert_rows and _is_for_hopper_experts(rows, sizes, dtype, gpu)
+        if widened:
+            kernel, block_rows = ExpertKernel.HOPPER, 128
+    elif (
+        not slots and all(of.bits == 16 for of in formats) and _is_for_hopper_experts(rows, sizes, dtype, gpu)
+    ):
         kernel, block_rows = ExpertKernel.HOPPER, 128
-        widened = all(of.is_mxfp4 for of in formats) and rows >= gpu.limits.widened_expert_rows
     gate_up = expert_tiles(block_rows, hidden, True, formats[0], dtype)
     down = expert_tiles(block_rows, size, False, formats[1], dtype)
     if not gpu.hopper and block_rows == 128:  # Sums of gate and up beside each other spill there.
@@ -535,38 +537,12 @@ def choose_expert_tiles(
     return ExpertTiles(gate_up, down, slots, kernel, widened)
 
 
-def _is_for_hopper_experts(
-    rows: float,
-    sizes: tuple[int, int],
-    formats: tuple[ExpertFormat, ExpertFormat],
-    dtype: torch.dtype,
-    gpu: GPU,
-) -> bool:
-    """Says if these are many rows of weights of 16 bits or in MXFP4, of sizes that TMA can read, 16 bytes at
-    a time. A row is copied in whole steps of 64 inputs; packed weights are tiles of 16 outputs."""
+def _is_for_hopper_experts(rows: float, sizes: tuple[int, int], dtype: torch.dtype, gpu: GPU) -> bool:
+    """Says if these are many rows, of sizes that TMA can read, 16 bytes at a time. A row is copied in whole
+    steps of 64 inputs."""
     hidden, size = sizes
-    return (
-        gpu.hopper
-        and rows >= gpu.limits.expert_rows
-        and all(of.bits == 16 or of.is_mxfp4 for of in formats)
-        and dtype in TENSOR_TYPES
-        and hidden % 64 == 0
-        and size % (16 if formats[0].is_mxfp4 else 8) == 0
-    )
-
-
-def _is_for_mxfp4(
-    slots: bool,
-    sizes: tuple[int, int],
-    formats: tuple[ExpertFormat, ExpertFormat],
-    dtype: torch.dtype,
-    gpu: GPU,
-) -> bool:
-    """Says if these are weights in MXFP4 of whole tiles of 16 outputs, and for slots of whole steps of 64
-    inputs."""
-    step = 64 if slots else 16
-    whole = sizes[0] % step == sizes[1] % step == 0
-    return gpu.hopper and all(of.is_mxfp4 for of in formats) and dtype in TENSOR_TYPES and whole
+    many = gpu.hopper and rows >= gpu.limits.expert_rows
+    return many and dtype in TENSOR_TYPES and hidden % 64 == size % 8 == 0
 
 
 def _split_slots(

@@ -34,8 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.hopper_linear import descriptor, gate_mul, squared_relu
-from shoal.kernels.matmul.loaders import SMALLER, TiledWeight
-from shoal.kernels.matmul.mxfp4_pairs import halves, placed, scaled
 from shoal.kernels.matmul.tile_matmul import RowMap, Weight, weight_shape
 from shoal.kernels.rounding import cdiv
 from shoal.kinds.experts import Activation
@@ -60,86 +58,17 @@ def _tile(item, listed):
     return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), within // height
 
 
-# Packed weights: 16 tiles of 16 outputs, 32 lanes and 4 words of each (gpu_weight.py).
-WORDS_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
-SCALES_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
-PAIRS_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-GROUP: gl.constexpr = gl.constexpr(32)  # inputs that share a scale
-STEP_WORDS: gl.constexpr = gl.constexpr(128)  # words of a tile's step, which has 64 inputs
-STEP_SCALES: gl.constexpr = gl.constexpr(16)
-
-
 @gluon.jit
-def _packed_ptrs(words_ptr, scales_ptr, expert, out_tile, outs, inputs, GATED: gl.constexpr):
-    """Returns where the words and the scales of a tile's 256 weight rows are at the first step. Rows beyond
-    the expert's last ones are its last 16 again."""
-    of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT))
-    of_scales: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SCALES_LAYOUT))
-    steps = gl.cdiv(inputs, BLOCK_I)
-    words_tile = _packed_tile(gl.arange(0, 16, of_words), expert, out_tile, outs, GATED)
-    scales_tile = _packed_tile(gl.arange(0, 16, of_scales), expert, out_tile, outs, GATED)
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS_LAYOUT)))
-    scales_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, SCALES_LAYOUT)))
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS_LAYOUT)))
-    group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SCALES_LAYOUT)))
-    words_ptrs = words_ptr + (words_tile * (steps * STEP_WORDS))[:, None, None]
-    words_ptrs += lane[None, :, None] * 4 + word[None, None, :]
-    scales_ptrs = scales_ptr + (scales_tile * (steps * STEP_SCALES))[:, None, None]
-    scales_ptrs += scales_lane[None, :, None] // 4 + group[None, None, :] * 8
-    return words_ptrs, scales_ptrs
-
-
-@gluon.jit
-def _packed_tile(tile, expert, out_tile, outs, GATED: gl.constexpr):
-    """Returns the packed tiles, int64, of which a tile's 256 weight rows consist: 8 of gate and 8 of up, or
-    16 in a row."""
-    TILES: gl.constexpr = 8 if GATED else 16
-    last = outs // 16 - 1
-    within = out_tile * TILES + tile % TILES
-    within = gl.where(within < last, within, last)
-    return (expert * (1 + GATED) + tile // TILES).to(gl.int64) * (outs // 16) + within
-
-
-@gluon.jit
-def _widened(words, scales, dtype: gl.constexpr):
-    """Returns the weights of 256 rows and 64 inputs, pairs of inputs as int32, [256, 32]. A lane, 4 g + c,
-    has outputs g + 8 h and of each 16 inputs those numbered 8 u + 2 c + e; e counts the halves of a word."""
-    NUMBERS: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    # Each pair's four bits get to the top of both halves. Fewer instructions would take more registers.
-    lower = gl.join(words << 12, words << 4)  # h = 0; u is the last dimension.
-    upper = gl.join(words << 8, words)
-    pairs = placed(gl.join(lower, upper), 3, NUMBERS)
-    scales = gl.reshape(gl.join(scales, scales), (16, 32, 4))  # two words a group
-    scales = gl.convert_layout(scales, WORDS_LAYOUT, assert_trivial=True)
-    low, high = halves(scales)
-    scales = gl.join(gl.join(low, low), gl.join(high, high))
-    pairs = scaled(pairs, scales, NUMBERS)
-    pairs = gl.permute(gl.reshape(pairs, (16, 8, 4, 4, 2, 2)), (0, 5, 1, 3, 4, 2))  # tile, h, g, word, u, c
-    return gl.reshape(pairs, (256, 32))
-
-
-@gluon.jit
-def _fetch(
-    work,
-    read,
-    weight_desc,
-    more_desc,
-    words_ptr,
-    scales_ptr,
-    K: gl.constexpr,
-    GATHERS: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """The work of the producer warps. Weights of 16 bits come by TMA, packed ones are widened here."""
+def _fetch(work, read, weight_desc, more_desc, K: gl.constexpr, GATHERS: gl.constexpr, GATED: gl.constexpr):
+    """The work of the producer warps."""
     ring, listed, slots_ptr = work
     x_smem, weight_smem, more_smem, full, free = ring
     x_desc, x_ptr, outs, inputs = read
     _tiles_ptr, row_tiles, out_tiles = listed
-    PACKED: gl.constexpr = words_ptr is not None
     X_BYTES: gl.constexpr = 0 if GATHERS else 2 * x_desc.block_type.nbytes
     HAS_MORE: gl.constexpr = more_desc is not None
     MORE_BYTES: gl.constexpr = 2 * more_desc.block_type.nbytes if HAS_MORE else 0
-    BYTES: gl.constexpr = X_BYTES if PACKED else X_BYTES + 2 * weight_desc.block_type.nbytes + MORE_BYTES
+    BYTES: gl.constexpr = X_BYTES + 2 * weight_desc.block_type.nbytes + MORE_BYTES
     WIDE: gl.constexpr = BLOCK_O if GATED else 2 * BLOCK_O
     ALL_WIDE: gl.constexpr = WIDE + HAS_MORE * WIDE * MORE_O // BLOCK_O
     # weight rows between the two copies of a part of a tile
@@ -158,28 +87,17 @@ def _fetch(
             inside = first + row < end
             token = gl.load(slots_ptr + first + row, mask=inside, other=0) // K
             x_ptrs = x_ptr + token.to(gl.int64)[:, None] * inputs + at[None, :]
-        if PACKED:
-            words_ptrs, scales_ptrs = _packed_ptrs(
-                words_ptr, scales_ptr, expert, out_tile, outs, inputs, GATED
-            )
-            words, scales = gl.load(words_ptrs), gl.load(scales_ptrs)
         for column in range(0, inputs, BLOCK_I):
             stage = count % STAGES
-            if PACKED:  # The next step's are on their way while these are widened.
-                ahead = gl.minimum(column // BLOCK_I + 1, gl.cdiv(inputs, BLOCK_I) - 1)
-                next_words = gl.load(words_ptrs + ahead * STEP_WORDS)
-                next_scales = gl.load(scales_ptrs + ahead * STEP_SCALES)
             mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            if BYTES > 0:
-                mbarrier.expect(full.index(stage), BYTES)
+            mbarrier.expect(full.index(stage), BYTES)
             for half in gl.static_range(2):
-                if not PACKED:
-                    tma.async_copy_global_to_shared(
-                        weight_desc,
-                        [out + half * to_second, column],
-                        full.index(stage),
-                        weight_smem.index(2 * stage + half),
-                    )
+                tma.async_copy_global_to_shared(
+                    weight_desc,
+                    [out + half * to_second, column],
+                    full.index(stage),
+                    weight_smem.index(2 * stage + half),
+                )
                 if HAS_MORE:
                     tma.async_copy_global_to_shared(
                         more_desc,
@@ -199,14 +117,6 @@ def _fetch(
                     rows_smem.index(stage), x_ptrs + column, mask=inside[:, None]
                 )
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            if PACKED:
-                pairs_smem = weight_smem._reinterpret(
-                    gl.int32, [STAGES, 2 * BLOCK_O, BLOCK_I // 2], PAIRS_LAYOUT
-                )
-                pairs_smem.index(stage).store(_widened(words, scales, x_smem.dtype))
-                fence_async_shared()
-                mbarrier.arrive(full.index(stage))
-                words, scales = next_words, next_scales
             count += 1
 
 
@@ -220,11 +130,9 @@ def _stored_layout(wide):
 
 
 @gluon.jit
-def _first_sums(
-    bias_ptr, expert, first_out, outs, WEIGHT_ROWS: gl.constexpr, GATED: gl.constexpr, LARGER: gl.constexpr
-):
-    """Returns the sums of a part of a tile before the matmul, which makes them LARGER times too small: the
-    bias of its weight rows. `first_out`: of a gated part, its first output of gate and of up."""
+def _first_sums(bias_ptr, expert, first_out, outs, WEIGHT_ROWS: gl.constexpr, GATED: gl.constexpr):
+    """Returns the sums of a part of a tile before the matmul: the bias of its weight rows. `first_out`: of a
+    gated part, its first output of gate and of up."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WEIGHT_ROWS, 16])
     WIDE: gl.constexpr = WEIGHT_ROWS // (1 + GATED)
     sums = gl.zeros([ROWS, WEIGHT_ROWS], gl.float32, mma)
@@ -233,7 +141,7 @@ def _first_sums(
         out = first_out + at % WIDE
         place = (expert * (1 + GATED) + at // WIDE) * outs + out
         bias = gl.load(bias_ptr + place, mask=out < outs, other=0.0)
-        sums += (bias.to(gl.float32) * (1.0 / LARGER))[None, :]
+        sums += bias.to(gl.float32)[None, :]
     return sums
 
 
@@ -250,13 +158,10 @@ def _store(
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
-    LARGER: gl.constexpr,
 ):
     """Applies the activation to a part of a tile, and stores it in the rows of `target`."""
     WIDE: gl.constexpr = sums.shape[1] // (1 + GATED)
     stored: gl.constexpr = _stored_layout(WIDE)
-    if LARGER != 1.0:
-        sums *= LARGER
     if GATED:
         gate, up = gl.split(sums.reshape((ROWS, 2, WIDE)).permute((0, 2, 1)))
         result = gate_mul(gate, up, ACTIVATION, dtype, ALPHA, LIMIT)
@@ -284,7 +189,6 @@ def _multiply(
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
-    LARGER: gl.constexpr,
     HAS_MORE: gl.constexpr,
     HALF: gl.constexpr,
 ):
@@ -311,9 +215,9 @@ def _multiply(
             if not GATHERS:
                 target = gl.load(slots_ptr + target, mask=inside, other=0)
             out = out_tile * ALL_WIDE
-            sums = _first_sums(bias_ptr, expert, out, outs, 2 * BLOCK_O, GATED, LARGER)
+            sums = _first_sums(bias_ptr, expert, out, outs, 2 * BLOCK_O, GATED)
             if HAS_MORE:
-                more = _first_sums(bias_ptr, expert, out + WIDE, outs, 2 * MORE_O, GATED, LARGER)
+                more = _first_sums(bias_ptr, expert, out + WIDE, outs, 2 * MORE_O, GATED)
             for step in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -334,21 +238,10 @@ def _multiply(
             else:
                 sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
-            _store(sums, out_ptr, target, inside, out, outs, dtype, GATED, ACTIVATION, ALPHA, LIMIT, LARGER)
+            _store(sums, out_ptr, target, inside, out, outs, dtype, GATED, ACTIVATION, ALPHA, LIMIT)
             if HAS_MORE:
                 _store(
-                    more,
-                    out_ptr,
-                    target,
-                    inside,
-                    out + WIDE,
-                    outs,
-                    dtype,
-                    GATED,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    LARGER,
+                    more, out_ptr, target, inside, out + WIDE, outs, dtype, GATED, ACTIVATION, ALPHA, LIMIT
                 )
         else:
             for _ in range(steps):
@@ -364,8 +257,6 @@ def hopper_experts_kernel(
     x_ptr,
     weight_desc,
     more_desc,
-    words_ptr,
-    scales_ptr,
     bias_ptr,
     out_ptr,
     tiles_ptr,
@@ -379,10 +270,8 @@ def hopper_experts_kernel(
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
-    LARGER: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
-    PACKED: gl.constexpr = words_ptr is not None
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_O, BLOCK_I], x_desc.layout)
     HAS_MORE: gl.constexpr = more_desc is not None
@@ -392,28 +281,22 @@ def hopper_experts_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        # Each of 128 threads that copy rows arrives, and one each for TMA and for widened weights.
-        mbarrier.init(full.index(i), count=129 if GATHERS else 1 + PACKED)
+        # Each of 128 threads that copy rows arrives, and one for TMA.
+        mbarrier.init(full.index(i), count=129 if GATHERS else 1)
         mbarrier.init(free.index(i), count=2)
     steps = gl.cdiv(inputs, BLOCK_I)
     ring = x_smem, weight_smem, more_smem, full, free
     out_tiles = gl.cdiv(outs, (BLOCK_O + HAS_MORE * MORE_O) * (2 - GATED))
     listed = tiles_ptr, gl.load(tiles_ptr + num_tiles * 3), out_tiles
-    WARPS: gl.constexpr = 4 if GATHERS or PACKED else 1
-    REGISTERS: gl.constexpr = 168 if PACKED else 216 if GATHERS else 232
+    WARPS: gl.constexpr = 4 if GATHERS else 1
+    REGISTERS: gl.constexpr = 216 if GATHERS else 232
     work, written = (ring, listed, slots_ptr), (out_ptr, outs, steps)
     read = x_desc, x_ptr, outs, inputs
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, LARGER, HAS_MORE, 0),
-            ),
-            (
-                _multiply,
-                (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, LARGER, HAS_MORE, 1),
-            ),
-            (_fetch, (work, read, weight_desc, more_desc, words_ptr, scales_ptr, K, GATHERS, GATED)),
+            (_multiply, (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, HAS_MORE, 0)),
+            (_multiply, (work, written, bias_ptr, GATHERS, GATED, ACTIVATION, ALPHA, LIMIT, HAS_MORE, 1)),
+            (_fetch, (work, read, weight_desc, more_desc, K, GATHERS, GATED)),
         ],
         [4, WARPS],
         [REGISTERS, 504 - 2 * REGISTERS],
@@ -430,32 +313,23 @@ def hopper_experts_matmul(
 ) -> None:
     """The matmul of LISTED rows in tiles of 128. With an activation it is the first one, which gathers
     tokens' rows, otherwise the second one, which scatters to slots. Bits do not depend on timing."""
-    assert isinstance(weight, torch.Tensor | TiledWeight)
+    assert isinstance(weight, torch.Tensor) and weight.is_contiguous()
     assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == weight.dtype
     assert rows.slots is not None
     inputs, outs, gated = x.shape[1], out.shape[1], activation is not None and activation.has_gate
     assert weight_shape(weight) == (rows.num_experts * outs * (1 + gated), inputs)
     assert activation is None or inputs % BLOCK_I.value == 0
-    weight_desc = more_desc = words = scales = None
-    wide = BLOCK_O.value * (2 - gated)
-    if isinstance(weight, TiledWeight):
-        assert weight.e2m1 and weight.group == GROUP.value and weight.minima is None and outs % 16 == 0
-        words, scales = weight.words, weight.scales
-    else:
-        assert weight.is_contiguous()
-        weight_desc = descriptor(weight.flatten(0, 1), BLOCK_O.value, BLOCK_I.value)
-        wider = wide + MORE_O.value * (2 - gated)
-        if cdiv(outs, wider) * wider < cdiv(outs, wide) * wide:
-            more_desc, wide = descriptor(weight.flatten(0, 1), MORE_O.value, BLOCK_I.value), wider
+    wide, more_desc = BLOCK_O.value * (2 - gated), None
+    wider = wide + MORE_O.value * (2 - gated)
+    if cdiv(outs, wider) * wider < cdiv(outs, wide) * wide:
+        more_desc, wide = descriptor(weight.flatten(0, 1), MORE_O.value, BLOCK_I.value), wider
     assert bias_EO is None or (bias_EO.is_contiguous() and bias_EO.numel() == weight_shape(weight)[0])
     programs = rows.num_blocks * cdiv(outs, wide)
     hopper_experts_kernel[(min(dispatch.gpu_of(x.device).sms, programs),)](
         descriptor(x, ROWS.value, BLOCK_I.value),
         x,
-        weight_desc,
+        descriptor(weight.flatten(0, 1), BLOCK_O.value, BLOCK_I.value),
         more_desc,
-        words,
-        scales,
         bias_EO,
         out,
         rows.map,
@@ -469,7 +343,6 @@ def hopper_experts_matmul(
         ACTIVATION=activation.kind if activation else "",
         ALPHA=activation.alpha if activation else 1.0,
         LIMIT=activation.limit if activation else 0.0,
-        LARGER=1.0 if words is None else 2.0 ** SMALLER[x.dtype],
         num_warps=4,
         maxnreg=168,
     )

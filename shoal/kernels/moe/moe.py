@@ -1,7 +1,7 @@
 """Mixture of experts in Triton, for a captured graph: no count reaches the host, and grids are upper bounds.
 
 A slot is one pair of a token and one of its k choices. Experts are matmuls with a row map (tile_matmul.py; on
-Hopper hopper_experts.py for many rows, and hopper_mxfp4_experts.py for some in MXFP4):
+Hopper hopper_experts.py for many rows):
 
 1. route.py chooses each token's experts, and numbers the slots of each expert.
 2. `_arrange` lists the slots expert by expert, and cuts each expert's part of the list into tiles.
@@ -10,7 +10,7 @@ Hopper hopper_experts.py for many rows, and hopper_mxfp4_experts.py for some in 
    which holds the residual.
 
 Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums
-(in MXFP4 on Hopper by hopper_mxfp4_slots.py).
+(in MXFP4 on Hopper by hopper_mxfp4_slots.py). In MXFP4 on Hopper, 2 and 3 are mxfp4_experts.py's for more.
 
 T tokens · E experts · k experts of a token · D hidden · F intermediate. The oracle is reference.py.
 """
@@ -22,16 +22,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.hopper import HAS_GLUON
-from shoal.kernels.matmul.dispatch import (
-    ExpertFormat,
-    ExpertKernel,
-    ExpertTiles,
-    RowTiles,
-    choose_expert_tiles,
-    gpu_of,
-)
+from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertKernel, ExpertTiles, choose_expert_tiles, gpu_of
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
-from shoal.kernels.matmul.packed_linear import unpack_rows
+from shoal.kernels.matmul.mxfp4_experts import ExpertRuns, Slots, mix_slots, unpacked
 from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
@@ -43,7 +36,6 @@ from shoal.kinds.experts import Activation, Router
 
 if HAS_GLUON:
     from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
-    from shoal.kernels.matmul.hopper_mxfp4_experts import mxfp4_experts_matmul
     from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
@@ -140,8 +132,8 @@ def moe(
     """Sums the results of each token's best experts, by router weight, [T, D]. With a residual, the sum is
     added to it in place, and it is returned."""
     first, second = expert_matrix(weights.w13), expert_matrix(weights.w2)
-    num_experts = weight_shape(second)[0] // x_TD.shape[1]
-    sizes = weight_shape(first)[1], weight_shape(second)[1]
+    num_experts = _shape(second)[0] // x_TD.shape[1]
+    sizes = _shape(first)[1], _shape(second)[1]
     tiles = choose_expert_tiles(
         x_TD.shape[0] * router.num_slots,
         num_experts,
@@ -166,7 +158,7 @@ def moe_with(
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
     (num_tokens, hidden), top_k = x_TD.shape, router.num_slots
     w13, w2 = expert_matrix(weights.w13), expert_matrix(weights.w2)
-    rows, size = weight_shape(w2)
+    rows, size = _shape(w2)
     num_experts = rows // hidden
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
@@ -182,22 +174,57 @@ def moe_with(
     shares = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
     ranks = None if counts is None else torch.empty_like(experts)
     route(router_logits_TE, router, tensors, shares, experts, ranks, counts)
+    if isinstance(w13, ExpertRuns) and ranks is not None and counts is not None and not tiles.widened:
+        assert isinstance(w2, ExpertRuns)
+        slots = Slots(experts, ranks, counts, top_k)
+        slots_out = mix_slots(x_TD, w13, w2, (weights.b13, weights.b2), slots, activation)
+        _sum_slots(slots_out, shares, counts, out_TD, top_k, add)
+        return out_TD
     hidden_states = x_TD.new_empty((num_slots, size))
     if counts is None:
         by_slot = RowMap(SLOTS, experts, num_slots, top_k, num_experts)
         by_token = RowMap(SLOTS, experts, num_tokens, top_k, num_experts, shares=shares)
-        if tiles.kernel is ExpertKernel.MXFP4_SLOTS:
+        if isinstance(w13, ExpertRuns) and isinstance(w2, ExpertRuns):
             mxfp4_slots_matmul(x_TD, w13, weights.b13, hidden_states, by_slot, activation)
             mxfp4_slots_matmul(hidden_states, w2, weights.b2, out_TD, by_token, add=add)
             return out_TD
+        assert not isinstance(w13, ExpertRuns) and not isinstance(w2, ExpertRuns)
         tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=by_slot)
         tile_matmul(tiles.down, hidden_states, w2, weights.b2, out_TD, add=add, rows=by_token)
         return out_TD
     listed = _arranged(experts, ranks, counts, tiles.gate_up.rows, top_k)
     assert tiles.gate_up.rows == tiles.down.rows
-    _matmul_of_list(tiles, tiles.gate_up, x_TD, w13, weights.b13, hidden_states, listed, activation)
     slots_out = x_TD.new_empty((num_slots, hidden))
-    _matmul_of_list(tiles, tiles.down, hidden_states, w2, weights.b2, slots_out, listed)
+    both = (
+        (tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation),
+        (tiles.down, hidden_states, w2, weights.b2, slots_out, None),
+    )
+    for which, (own, rows_in, weight, bias_EO, rows_out, kind) in enumerate(both):
+        if isinstance(weight, ExpertRuns):  # into memory that the next matmul, and the next layer, use again
+            assert isinstance(w13, ExpertRuns) and isinstance(w2, ExpertRuns)
+            weight = unpacked(w13, w2, activation, which)
+        if tiles.kernel is ExpertKernel.HOPPER:
+            hopper_experts_matmul(rows_in, weight, bias_EO, rows_out, listed, kind)
+        else:
+            tile_matmul(own, rows_in, weight, bias_EO, rows_out, kind, rows=listed)
+        del weight
+    _sum_slots(slots_out, shares, counts, out_TD, top_k, add)
+    return out_TD
+
+
+def _shape(weight: Weight | ExpertRuns) -> tuple[int, int]:
+    return weight.shape if isinstance(weight, ExpertRuns) else weight_shape(weight)
+
+
+def _sum_slots(
+    slots_out: torch.Tensor,
+    shares: torch.Tensor,
+    counts: torch.Tensor,
+    out_TD: torch.Tensor,
+    top_k: int,
+    add: bool,
+) -> None:
+    (num_tokens, hidden), num_experts = out_TD.shape, len(counts)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
         slots_out,
@@ -212,29 +239,6 @@ def moe_with(
         BLOCK=block,
         **pdl_options(),
     )
-    return out_TD
-
-
-def _matmul_of_list(
-    tiles: ExpertTiles,
-    own: RowTiles,
-    x: torch.Tensor,
-    weight: Weight,
-    bias_EO: torch.Tensor | None,
-    out: torch.Tensor,
-    rows: RowMap,
-    activation: Activation | None = None,
-) -> None:
-    """One of the two matmuls of LISTED rows, by the kernel that was chosen. `own`: its tiles."""
-    if tiles.kernel is ExpertKernel.MXFP4:
-        mxfp4_experts_matmul(x, weight, bias_EO, out, rows, own.rows, activation)
-    elif tiles.kernel is ExpertKernel.HOPPER:
-        if tiles.widened:  # into memory that the next matmul, and the next layer, use again
-            assert isinstance(weight, TiledWeight)
-            weight = unpack_rows(weight, 0, weight.shape[0]).view(rows.num_experts, -1, weight.shape[1])
-        hopper_experts_matmul(x, weight, bias_EO, out, rows, activation)
-    else:
-        tile_matmul(own, x, weight, bias_EO, out, activation, rows=rows)
 
 
 def _arranged(
@@ -263,7 +267,9 @@ def _arranged(
     return RowMap(LISTED, tiles, num_tiles, top_k, num_experts, slots)
 
 
-def _format(weight: Weight) -> ExpertFormat:
+def _format(weight: Weight | ExpertRuns) -> ExpertFormat:
+    if isinstance(weight, ExpertRuns):
+        return ExpertFormat(4, 32, is_e2m1=True, in_runs=True)
     if isinstance(weight, TiledWeight):
         return ExpertFormat(weight.bits, weight.group, is_e2m1=weight.e2m1)
     return ExpertFormat(8, weight.group, True) if isinstance(weight, Fp8Matrix) else ExpertFormat()

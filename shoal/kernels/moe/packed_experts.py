@@ -6,11 +6,12 @@ import torch
 
 from shoal.kernels.matmul.gpu_fp8 import Fp8Weight
 from shoal.kernels.matmul.loaders import TiledWeight
+from shoal.kernels.matmul.mxfp4_experts import ExpertRuns
 from shoal.kernels.matmul.tile_matmul import Weight
 
-PackedExperts = TiledWeight | Fp8Weight  # the rows of all experts
+PackedExperts = TiledWeight | Fp8Weight | ExpertRuns  # the rows of all experts
 
 
-def expert_matrix(weight: torch.Tensor | PackedExperts) -> Weight:
-    """All experts' rows as tile_matmul.py takes them."""
+def expert_matrix(weight: torch.Tensor | PackedExperts) -> Weight | ExpertRuns:
+    """All experts' rows as matmuls take them."""
     return weight.matrix if isinstance(weight, Fp8Weight) else weight

@@ -88,6 +88,10 @@ def test_an_interrupt_ends_the_compilers_if_the_system_reaps_children(seen):
     assert seen["reaped"] == ""
 
 
+def test_launches_in_cuda_are_only_prepared_by_this_thread(seen):
+    assert seen["only prepared"] == [True, False]
+
+
 def test_with_a_triton_that_can_do_less_launches_run(seen):
     assert LAUNCH_REFUSED in seen["Triton 3.5"]
 
@@ -99,6 +103,7 @@ def _observe() -> dict[str, object]:
     from triton_compile import _NoDriver
 
     from shoal.kernels.compilation import Compilers, compiling_ahead
+    from shoal.kernels.launching import is_only_prepared
 
     class NoLaunch(_NoDriver):
         """A true launch first asks it for a launcher. Notes which process does."""
@@ -134,6 +139,7 @@ def _observe() -> dict[str, object]:
     double.device_caches.clear()
     seen["on disk"] = ahead(launch, lambda: launch(32))
     with ThreadPoolExecutor(1) as pool, compiling_ahead():
+        seen["only prepared"] = is_only_prepared(), pool.submit(is_only_prepared).result()
         seen["another thread"] = pool.submit(error_of, launch).result()
     seen["afterwards"] = error_of(launch)
     seen["wrong, first"] = error_of(ahead, lambda: wrong[(1,)](x, SIZE=5))

@@ -3,14 +3,18 @@ NVRTC's place, except where it is installed."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shoal.kernels import cuda_library
 from shoal.kernels.attention import new_tokens
 from shoal.kernels.c_library import BuildError
-from shoal.kernels.cuda_library import compiled
+from shoal.kernels.cuda_library import CudaFunction, compiled
+from shoal.kernels.launching import only_prepared
 
 
 @pytest.fixture
@@ -68,3 +72,16 @@ def test_attention_of_new_tokens_compiles(heads):
     for tokens in (1, 2):
         kernel = new_tokens.kernel_of(tokens, *heads)
         assert compiled(path, kernel.constants(), (9, 0))[:4] == b"\x7fELF"
+
+
+def test_a_launch_runs_nothing_where_kernels_are_only_prepared(monkeypatch):
+    """Regression: experts' rows were arranged by experts that no kernel had chosen, and the engine ended."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    function, called = CudaFunction.__new__(CudaFunction), []
+    function.shared_bytes, function._function = 0, ctypes.c_void_p()
+    monkeypatch.setattr(function, "_call", lambda name, *arguments: called.append(name), raising=False)
+    with only_prepared():
+        function.launch((1, 1, 1), 32, cuda_library._Launch())
+    assert called == []
+    function.launch((1, 1, 1), 32, cuda_library._Launch())
+    assert called == ["cuLaunchKernelEx"]

@@ -1,0 +1,491 @@
+// The two matmuls of experts with weights in MXFP4 on Hopper. mxfp4_experts.py launches them, says what they are for, and
+// defines MX_STEPS steps of 64 inputs, MX_STRIPS strips of 64 weight rows of an expert, MX_OUTS outputs of a row,
+// MX_NEXT_STEPS steps of the next matmul (0: this is the second one), MX_ACTIVATION and MX_ROWS rows of a tile at most.
+//
+// Programs stay on their SMs. Each has strips that follow one another in memory, of about as many bytes as any other
+// program's. One thread keeps a ring of shared memory filled, by copies of 6.5 KB of a strip and of all rows of a tile. Four
+// warpgroups have a strip each. A thread's words become the registers that are wgmma's left operand; rows are its right one,
+// 8 to 128 of them, as many as a tile has.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+constexpr int STEPS = MX_STEPS, STRIPS = MX_STRIPS, OUTS = MX_OUTS, NEXT_STEPS = MX_NEXT_STEPS, ROWS = MX_ROWS;
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2, NOTHING };
+constexpr bool FIRST = NEXT_STEPS > 0, GATED = MX_ACTIVATION < RELU2;
+constexpr int WARPGROUPS = 4;                // that multiply
+constexpr int THREADS = WARPGROUPS * 128 + 128;
+constexpr int ROUND = 3, ROUNDS = STEPS / ROUND;  // steps that are copied at once
+constexpr int CHUNK = 2048 + 128;            // bytes of a step of a strip: words, then scales
+constexpr int ROW_BYTES = STEPS * 128;
+constexpr int ROWS_BYTES = ROUND * ROWS * 128;    // of a place of the ring
+constexpr int PLACE = ROWS_BYTES + (WARPGROUPS * ROUND * CHUNK + 1023) / 1024 * 1024;
+constexpr int PLACES = (MX_SHARED_BYTES - 2048) / PLACE;
+constexpr float LARGER = 65536.0f;           // Weights in registers are too small by it (loaders.py).
+static_assert(STEPS % ROUND == 0 && PLACES >= 2, "");
+
+// What earlier kernels wrote is read past the L1 cache (__ldcg), which may hold what lay there before them.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred complete;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n@!complete bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// The same for what is read once: it leaves the L2 cache to rows.
+__device__ __forceinline__ void copy_once(u32 to, const u8* from, int bytes, u32 barrier) {
+  asm volatile(
+      "{\n.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], first;\n}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_scales(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float rounded(float x) { return __uint_as_float(pair_of(0.0f, x)); }
+// A matrix of 8 x 8, of which a lane has two numbers of row lane / 4, with rows and columns exchanged.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 v;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  return v;
+}
+
+// sums += a b by tensor cores: 64 weight rows, 16 inputs, 8 NT rows. b: where they lie in shared memory.
+#define R(a, b, c, d) "%" #a ", %" #b ", %" #c ", %" #d
+#define S(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define R1 R(0, 1, 2, 3)
+#define R2 R1 ", " R(4, 5, 6, 7)
+#define R3 R2 ", " R(8, 9, 10, 11)
+#define R4 R3 ", " R(12, 13, 14, 15)
+#define R5 R4 ", " R(16, 17, 18, 19)
+#define R6 R5 ", " R(20, 21, 22, 23)
+#define R7 R6 ", " R(24, 25, 26, 27)
+#define R8 R7 ", " R(28, 29, 30, 31)
+#define R10 R8 ", " R(32, 33, 34, 35) ", " R(36, 37, 38, 39)
+#define R12 R10 ", " R(40, 41, 42, 43) ", " R(44, 45, 46, 47)
+#define R14 R12 ", " R(48, 49, 50, 51) ", " R(52, 53, 54, 55)
+#define R16 R14 ", " R(56, 57, 58, 59) ", " R(60, 61, 62, 63)
+#define S1 S(0)
+#define S2 S1, S(4)
+#define S3 S2, S(8)
+#define S4 S3, S(12)
+#define S5 S4, S(16)
+#define S6 S5, S(20)
+#define S7 S6, S(24)
+#define S8 S7, S(28)
+#define S10 S8, S(32), S(36)
+#define S12 S10, S(40), S(44)
+#define S14 S12, S(48), S(52)
+#define S16 S14, S(56), S(60)
+#define MULTIPLY(T, N, A, B)                                                                                       \
+  if constexpr (NT == T)                                                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##T "}, {" A "}, %" #B ", 1, 1, 1, 0;" \
+                 : S##T                                                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <int NT>
+__device__ __forceinline__ void multiply(float (&s)[4 * NT], const u32 (&a)[4], u64 b) {
+  MULTIPLY(1, 8, R(4, 5, 6, 7), 8)
+  MULTIPLY(2, 16, R(8, 9, 10, 11), 12)
+  MULTIPLY(3, 24, R(12, 13, 14, 15), 16)
+  MULTIPLY(4, 32, R(16, 17, 18, 19), 20)
+  MULTIPLY(5, 40, R(20, 21, 22, 23), 24)
+  MULTIPLY(6, 48, R(24, 25, 26, 27), 28)
+  MULTIPLY(7, 56, R(28, 29, 30, 31), 32)
+  MULTIPLY(8, 64, R(32, 33, 34, 35), 36)
+  MULTIPLY(10, 80, R(40, 41, 42, 43), 44)
+  MULTIPLY(12, 96, R(48, 49, 50, 51), 52)
+  MULTIPLY(14, 112, R(56, 57, 58, 59), 60)
+  MULTIPLY(16, 128, R(64, 65, 66, 67), 68)
+}
+// Matmuls before this are not moved behind it, nor others' numbers before it.
+template <int N>
+__device__ __forceinline__ void keep(float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(s[i])::"memory");
+}
+__device__ __forceinline__ void begin_matmuls() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_matmuls() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `LEFT` groups of matmuls are under way.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_matmuls() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Pair 0 to 3 of a word, sign, exponent and mantissa put where bf16 has them (gpu_weight.py).
+template <int PAIR>
+__device__ __forceinline__ u32 placed(u32 word) {
+  constexpr u32 SIGN = 0x80008000u, REST = 0x01C001C0u;
+  if constexpr (PAIR == 0) return word & (SIGN | REST);
+  if constexpr (PAIR == 1) return (word << 3) & (SIGN | REST);
+  if constexpr (PAIR == 2) return ((word << 1) & SIGN) | ((word << 6) & REST);
+  return ((word << 2) & SIGN) | ((word >> 3) & REST);
+}
+// The weights of 16 inputs. `low`, `high`: scales of weight rows g and g + 8.
+__device__ __forceinline__ void operand(u32 (&a)[4], u32 word, u32 low, u32 high) {
+  a[0] = times(placed<0>(word), low), a[1] = times(placed<1>(word), high);
+  a[2] = times(placed<2>(word), low), a[3] = times(placed<3>(word), high);
+}
+// Byte I of four, a number's exponent, as a pair of such numbers.
+template <int I>
+__device__ __forceinline__ u32 power(u32 bytes) {
+  return __byte_perm(bytes, 0, I | I << 8 | 0x4040) << 7;
+}
+
+struct Arguments {
+  const u8* x;        // rows of tiles (`arrange`)
+  const u8* weights;  // [experts, STRIPS, STEPS, CHUNK]
+  const u16* bias;    // [experts, weight rows], gate before up, or null
+  u8* out;            // FIRST: the next matmul's rows of tiles; otherwise [slots, OUTS]
+  const int4* tiles;  // expert, first row, rows
+  const int* used;    // number of tiles
+  const int* slots;   // of each row of tiles
+  float alpha, limit;
+};
+
+// Tiles of 8 rows that are multiplied for so many rows.
+__device__ __forceinline__ int eights(int rows) { return rows <= 64 ? (rows + 7) / 8 : (rows + 15) / 16 * 2; }
+
+// Where input `at` of a row of a tile of `nt` x 8 rows lies, in bytes.
+__device__ __forceinline__ int place_of(int row, int at, int nt) {
+  return at / 64 * (nt * 1024) + row * 128 + ((at / 8 ^ row) % 8) * 16 + at % 8 * 2;
+}
+
+__device__ __forceinline__ float activated(float gate, float up, const Arguments& a) {
+  gate = rounded(gate), up = rounded(up);
+  float z = gate;
+  if (MX_ACTIVATION == GELU_TANH) z = gate * (1.5957691216f + 0.0713548163f * gate * gate);
+  if (MX_ACTIVATION == CLAMPED_SWIGLU) {
+    gate = fminf(gate, a.limit), up = fminf(fmaxf(up, -a.limit), a.limit) + 1.0f;
+    z = gate * a.alpha;
+  }
+  return __fdividef(gate, 1.0f + __expf(-z)) * up;
+}
+__device__ __forceinline__ float squared_relu(float x) {
+  x = fmaxf(rounded(x), 0.0f);
+  return x * x;
+}
+
+struct Ring {
+  u32 memory, full, free;
+  int turn;
+  __device__ __forceinline__ int place() const { return turn % PLACES; }
+  __device__ __forceinline__ u32 parity() const { return turn / PLACES & 1; }
+};
+
+// Multiplies the rows of a tile by a strip, and stores them. `tile`: expert, first row, rows.
+template <int NT>
+__device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, int strip, int warpgroup, Ring& ring) {
+  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  // Weight rows g and g + 8 of a warp are gate and up of an output, or two outputs.
+  int out = GATED ? strip * 32 + warp * 8 + g : strip * 64 + warp * 16 + g * 2;
+  u16 bias[2] = {};  // They are there long before the sums are.
+  if (a.bias) {
+    const u16* from = a.bias + (i64)tile.x * (GATED ? 2 * OUTS : OUTS) + out;
+    bias[0] = from[0], bias[1] = from[GATED ? OUTS : 1];
+  }
+  float sums[4 * NT];
+#pragma unroll
+  for (int j = 0; j < 4 * NT; ++j) sums[j] = 0.0f;
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; ++round) {
+    wait(ring.full + ring.place() * 8, ring.parity());
+    u32 rows = ring.memory + ring.place() * PLACE, strip_at = rows + ROWS_BYTES + warpgroup * (ROUND * CHUNK);
+    u32 words_at = strip_at + warp * 512 + lane * 16, scales_at = strip_at + 2048 + warp * 32 + g * 4;
+    u32 rows_at = 1u << 16 | rows >> 4;
+    // Sums of more rows leave no registers for words of other steps.
+    constexpr int AHEAD = NT <= 8 ? ROUND : 1;
+    uint4 words[AHEAD];
+    u32 scales[AHEAD];
+#pragma unroll
+    for (int i = 0; i < ROUND; ++i) {
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j)
+        if (i % AHEAD == 0) words[j] = load_words(words_at + (i + j) * CHUNK), scales[j] = load_scales(scales_at + (i + j) * CHUNK);
+      uint4 w = words[i % AHEAD];
+      u32 s = scales[i % AHEAD], weights[4][4];
+      operand(weights[0], w.x, power<0>(s), power<1>(s));
+      operand(weights[1], w.y, power<0>(s), power<1>(s));
+      operand(weights[2], w.z, power<2>(s), power<3>(s));
+      operand(weights[3], w.w, power<2>(s), power<3>(s));
+      keep(sums);
+      begin_matmuls();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) multiply<NT>(sums, weights[k], (u64)0x40000040u << 32 | (rows_at + i * (NT * 64) + k * 2));
+      end_matmuls();
+      // A step is widened while the one before is multiplied, where there are registers for both.
+      if (AHEAD > 1 && i + 1 < ROUND) wait_for_matmuls<1>();
+      if (AHEAD == 1 || i + 1 == ROUND) wait_for_matmuls<0>();
+      if (AHEAD == 1 || i + 1 == ROUND) keep(sums);
+    }
+    if (lane == 0) arrive(ring.free + ring.place() * 8);
+    ++ring.turn;
+  }
+  constexpr int HELD = 8;
+  int slots[HELD];  // of the next rows, or -1
+  float low = widen(bias[0]), high = widen(bias[1]);
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      int row = (j + i / 2) * 8 + c * 2 + i % 2;
+      if (!FIRST && j % (HELD / 2) == 0) slots[i] = row < tile.z ? __ldcg(a.slots + tile.y + row) : -1;
+    }
+    float top[2] = {sums[4 * j] * LARGER + low, sums[4 * j + 1] * LARGER + low};
+    float bottom[2] = {sums[4 * j + 2] * LARGER + high, sums[4 * j + 3] * LARGER + high};
+    if constexpr (GATED) {
+      u32 pair = transposed(pair_of(activated(top[0], bottom[0], a), activated(top[1], bottom[1], a)));
+      *(u32*)(a.out + (i64)tile.y * (NEXT_STEPS * 128) + place_of(j * 8 + g, strip * 32 + warp * 8 + c * 2, NT)) = pair;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (FIRST) {
+          int row = j * 8 + c * 2 + e;
+          u32 pair = pair_of(squared_relu(top[e]), squared_relu(bottom[e]));
+          *(u32*)(a.out + (i64)tile.y * (NEXT_STEPS * 128) + place_of(row, out, NT)) = pair;
+        } else if (slots[2 * j % HELD + e] >= 0) {
+          *(u32*)(a.out + ((i64)slots[2 * j % HELD + e] * OUTS + out) * 2) = pair_of(top[e], bottom[e]);
+        }
+      }
+    }
+  }
+}
+
+// Strips that a program multiplies at once: of one tile, beside one another.
+struct Group {
+  int4 tile;
+  int strip, count;
+  __device__ __forceinline__ Group(const Arguments& a, int at, int end) {
+    if (at < end) tile = __ldcg(a.tiles + at / STRIPS);
+    strip = at % STRIPS, count = min(min(WARPGROUPS, STRIPS - strip), end - at);
+  }
+  __device__ __forceinline__ int nt() const { return eights(tile.z); }
+};
+
+__device__ __forceinline__ void copy_weights(const Arguments& a, const Group& group, int round, const Ring& ring) {
+  u32 full = ring.full + ring.place() * 8, to = ring.memory + ring.place() * PLACE + ROWS_BYTES;
+  const u8* from = a.weights + (((i64)group.tile.x * STRIPS + group.strip) * STEPS + round * ROUND) * CHUNK;
+  expect(full, group.count * (ROUND * CHUNK) + group.nt() * (ROUND * 1024));
+#pragma unroll 1
+  for (int i = 0; i < group.count; ++i) copy_once(to + i * (ROUND * CHUNK), from + i * (STEPS * CHUNK), ROUND * CHUNK, full);
+}
+__device__ __forceinline__ void copy_rows(const Arguments& a, const Group& group, int round, const Ring& ring) {
+  int bytes = group.nt() * (ROUND * 1024);
+  copy(ring.memory + ring.place() * PLACE, a.x + (i64)group.tile.y * ROW_BYTES + round * bytes, bytes, ring.full + ring.place() * 8);
+}
+
+// The work of one thread.
+__device__ __forceinline__ void fill(const Arguments& a, int at, int end, Ring ring) {
+#pragma unroll 1
+  while (at < end) {
+    Group group(a, at, end);
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; ++round, ++ring.turn) {
+      wait(ring.free + ring.place() * 8, ring.parity() ^ 1);
+      copy_weights(a, group, round, ring);
+      copy_rows(a, group, round, ring);
+    }
+    at += group.count;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_experts(const __grid_constant__ Arguments a) {
+  extern __shared__ unsigned char dynamic[];
+  Ring ring;
+  ring.memory = (shared_address(dynamic) + 1023) / 1024 * 1024;  // as tensor cores' swizzled rows want it
+  ring.full = ring.memory + PLACES * PLACE, ring.free = ring.full + PLACES * 8, ring.turn = 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < PLACES; ++i) make_barrier(ring.full + i * 8, 1), make_barrier(ring.free + i * 8, WARPGROUPS * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  wait_for_previous();
+  start_next();
+  i64 strips = (i64)__ldcg(a.used) * STRIPS;
+  int at = strips * blockIdx.y / gridDim.y, end = strips * (blockIdx.y + 1) / gridDim.y;
+  if (warpgroup == WARPGROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (threadIdx.x % 128 == 0) fill(a, at, end, ring);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+  Group next(a, at, end);
+#pragma unroll 1
+  while (at < end) {
+    Group group = next;
+    at += group.count;
+    next = Group(a, at, end);  // It is on its way while this one is multiplied.
+    if (warpgroup < group.count) {
+      int strip = group.strip + warpgroup;
+      switch (group.nt()) {
+#define CASE(NT) \
+  case NT: multiply_strip<NT>(a, group.tile, strip, warpgroup, ring); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#if MX_ROWS > 64
+        CASE(10) CASE(12) CASE(14) CASE(16)
+#endif
+      }
+    } else {
+#pragma unroll 1
+      for (int round = 0; round < ROUNDS; ++round, ++ring.turn) {
+        wait(ring.full + ring.place() * 8, ring.parity());
+        if (threadIdx.x % 32 == 0) arrive(ring.free + ring.place() * 8);
+      }
+    }
+  }
+}
+
+struct Arrangement {
+  const u8* x;
+  u8 *rows, *next_rows;  // of tiles, for the first matmul and for the second one
+  const int *experts, *ranks, *counts;
+  int *slots, *used;
+  int4* tiles;
+  int num_slots, top_k, num_experts;
+  int row_bytes, next_bytes;  // of a slot's row, without what fills its last steps
+};
+
+__device__ __forceinline__ int filled_rows(int rows) { return rows / ROWS * ROWS + eights(rows % ROWS) * 8; }
+
+__device__ __forceinline__ void list_tiles(const Arrangement& a, int lane) {
+  int first_row = 0, first_tile = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < a.num_experts; begin += 32) {
+    int expert = begin + lane, rows = expert < a.num_experts ? __ldcg(a.counts + expert) : 0, tiles = (rows + ROWS - 1) / ROWS;
+    int end_row = filled_rows(rows), end_tile = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other_rows = __shfl_up_sync(~0u, end_row, step), other_tiles = __shfl_up_sync(~0u, end_tile, step);
+      if (lane >= step) end_row += other_rows, end_tile += other_tiles;
+    }
+    int row = first_row + end_row - filled_rows(rows), tile = first_tile + end_tile - tiles;
+    for (int i = 0; i < tiles; ++i) a.tiles[tile + i] = make_int4(expert, row + i * ROWS, min(ROWS, rows - i * ROWS), 0);
+    first_row += __shfl_sync(~0u, end_row, 31), first_tile += __shfl_sync(~0u, end_tile, 31);
+  }
+  if (lane == 0) *a.used = first_tile;
+}
+
+// Puts the row of each slot's token among the rows of its tile: a step's 64 inputs of all rows lie beside each other, as
+// tensor cores read them. A warp has a slot, and the last program lists the tiles, expert by expert. Rows that fill a tile are
+// never stored, so they may hold anything; inputs that fill a step meet weights of 0, so they are 0.
+extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant__ Arrangement a) {
+  wait_for_previous();
+  start_next();
+  int lane = threadIdx.x % 32, slot = blockIdx.y * 8 + threadIdx.x / 32;
+  if (blockIdx.y == gridDim.y - 1) {
+    if (threadIdx.x < 32) list_tiles(a, lane);
+    return;
+  }
+  if (slot >= a.num_slots) return;
+  const uint4* from = (const uint4*)(a.x + (i64)(slot / a.top_k) * a.row_bytes);
+  constexpr int HELD = 12, SIXTEENS = STEPS * 8;
+  uint4 held[HELD];
+  auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      int at = first + i * 32 + lane;
+      held[i] = at * 16 < a.row_bytes ? __ldcg(from + at) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  load(0);
+  int expert = __ldcg(a.experts + slot), rank = __ldcg(a.ranks + slot), before = 0, rows = 0;
+  for (int begin = 0; begin < a.num_experts; begin += 32) {
+    int count = begin + lane < a.num_experts ? __ldcg(a.counts + begin + lane) : 0;
+    if (begin + lane < expert) before += filled_rows(count);
+    if (begin + lane == expert) rows = count;
+  }
+  int first = __reduce_add_sync(~0u, before) + rank / ROWS * ROWS, row = rank % ROWS;
+  int nt = eights(min(ROWS, __reduce_add_sync(~0u, rows) - rank / ROWS * ROWS));
+  if (lane == 0) a.slots[first + row] = slot;
+  u8* to = a.rows + (i64)first * ROW_BYTES;
+#pragma unroll 1
+  for (int begin = 0; begin < SIXTEENS; begin += HELD * 32) {
+    if (begin) load(begin);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      int at = begin + i * 32 + lane;
+      if (at < SIXTEENS) *(uint4*)(to + place_of(row, at * 8, nt)) = held[i];
+    }
+  }
+  to = a.next_rows + (i64)first * (NEXT_STEPS * 128);
+  for (int i = a.next_bytes / 16 + lane; i < NEXT_STEPS * 8; i += 32) *(uint4*)(to + place_of(row, i * 8, nt)) = make_uint4(0, 0, 0, 0);
+}
+
+struct Unpacking {
+  const u8* weights;
+  u8* out;  // [experts, weight rows, inputs], gate before up
+  int row_bytes;
+};
+
+// Widens all weights in memory. A program has a strip; a warp has every other step of a tile.
+extern "C" __global__ void __launch_bounds__(256) unpack(const __grid_constant__ Unpacking a) {
+  constexpr int PITCH = 36;  // words of a row, which begins in other banks than those beside it
+  __shared__ __align__(16) u32 turned[8][16 * PITCH];
+  wait_for_previous();
+  start_next();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = warp % 4;
+  int expert = blockIdx.y / STRIPS, strip = blockIdx.y % STRIPS;
+  u8* out = a.out + (i64)expert * ((1 + GATED) * OUTS) * a.row_bytes;
+  const u8* from = a.weights + (i64)blockIdx.y * (STEPS * CHUNK);
+#pragma unroll 2
+  for (int step = warp / 4; step < STEPS; step += 2) {
+    uint4 w = *(const uint4*)(from + step * CHUNK + tile * 512 + lane * 16);
+    u32 s = *(const u32*)(from + step * CHUNK + 2048 + tile * 32 + g * 4), weights[4][4];
+    operand(weights[0], w.x, power<0>(s), power<1>(s));
+    operand(weights[1], w.y, power<0>(s), power<1>(s));
+    operand(weights[2], w.z, power<2>(s), power<3>(s));
+    operand(weights[3], w.w, power<2>(s), power<3>(s));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; ++i)  // of word i / 4, weight row g + 8 (i % 2)
+      turned[warp][(i % 2 * 8 + g) * PITCH + i / 4 * 8 + i / 2 % 2 * 4 + c] = times(weights[i / 4][i % 4], 0x47804780u);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int row = i * 4 + lane / 8, byte = step * 128 + lane % 8 * 16;
+      i64 target = GATED ? row / 8 * OUTS + strip * 32 + tile * 8 + row % 8 : strip * 64 + tile * 16 + row % 8 * 2 + row / 8;
+      if (byte < a.row_bytes) *(uint4*)(out + target * a.row_bytes + byte) = *(const uint4*)&turned[warp][row * PITCH + lane % 8 * 4];
+    }
+  }
+}
