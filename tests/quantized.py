@@ -36,7 +36,7 @@ SIZES = dict(
 )
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
-BY_INPUTS = ("awq", "gptq", "gptq-act-order")
+BY_INPUTS = ("awq", "gptq", "gptq-act-order", "auto-round")
 STATIC = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
 TOKEN = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 # compressed-tensors' name of a format, how weights are quantized, and how activations are
@@ -135,10 +135,24 @@ def whole_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def fp8_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """As NVIDIA's ModelOpt stores a matrix in fp8."""
+    """As NVIDIA's ModelOpt and AutoFP8 store a matrix in fp8."""
     stored, unpacked = whole_of_fp8(weight)
     names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
     return {name: stored[own] for name, own in names.items()}, unpacked
+
+
+def rows_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As FBGEMM stores a matrix: with a scale for each output."""
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    data = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale": scales}, data.float() * scales
+
+
+def nvfp4_of_weights(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As ModelOpt stores a matrix in NVFP4 whose input stays as it is."""
+    stored, unpacked = nvfp4_of_modelopt(weight)
+    del stored["input_scale"]
+    return stored, unpacked
 
 
 def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -167,12 +181,14 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     if kind == "awq":
         stored |= {"qweight": _int32s(quants.T, 1, AWQ_ORDER), "qzeros": _int32s(zeros.T, 1, AWQ_ORDER)}
     else:
-        stored |= {"qweight": _int32s(quants.T, 0), "qzeros": _int32s(zeros.T - 1, 1), "g_idx": groups.int()}
+        stored |= {"qweight": _int32s(quants.T, 0), "qzeros": _int32s(zeros.T - 1, 1)}
+        stored |= {} if kind == "auto-round" else {"g_idx": groups.int()}
     return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
 
 
 BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-modelopt": nvfp4_of_modelopt}
-BY_BLOCKS["fp8-modelopt"] = fp8_of_modelopt
+BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8-fbgemm": rows_of_fp8}
+BY_BLOCKS["nvfp4-weights"] = nvfp4_of_weights
 MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
 
@@ -180,12 +196,31 @@ def config_of(kind: str) -> dict:
     """The quantization_config of a checkpoint."""
     if kind == "awq":
         return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
+    if kind == "auto-round":
+        packing = "auto_round:auto_gptq"
+        own = {"lm_head": dict(bits=16, data_type="float"), "model.layers.0.mlp.up_proj": dict(sym=False)}
+        return dict(
+            quant_method="auto-round",
+            bits=4,
+            group_size=GROUP,
+            sym=True,
+            data_type="int",
+            packing_format=packing,
+            autoround_version="0.14.2",
+            extra_config=own,
+        )
     if kind in BY_INPUTS:
         return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
     if kind == "nvfp4-modelopt":
         return dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"])
     if kind == "fp8-modelopt":
         return dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
+    if kind == "nvfp4-weights":
+        return dict(quant_method="modelopt", quant_algo="W4A16_NVFP4", ignore=["lm_head"])
+    if kind == "fp8-auto":  # whether the files have scales of inputs or not
+        return dict(quant_method="fp8", activation_scheme="dynamic", ignored_layers=["lm_head"])
+    if kind == "fp8-fbgemm":
+        return dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0, modules_to_not_convert=["lm_head"])
     if kind == "fp8-whole":
         return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":

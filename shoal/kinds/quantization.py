@@ -17,5 +17,9 @@ class Quantization:
     zero_points: bool = False  # each scale has a zero point
     act_order: bool = False  # a tensor has the group of each input
     zeros_minus_one: bool = False  # zero points are stored minus one
-    input_scales: bool = False  # each matrix has a scale for its input, which is not used
     others: tuple[Quantization, ...] = ()  # how further matrices are stored, where not all are alike
+
+    @property
+    def every(self) -> tuple[Quantization, ...]:
+        """This one and the others."""
+        return (self, *self.others)

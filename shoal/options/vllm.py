@@ -72,6 +72,15 @@ MTP_METHODS = (
     "qwen3_next_mtp",
     "step3p5_mtp",
 )
+# vLLM's other names of quantization methods
+QUANTIZATION_WORDS = {
+    "gguf": None,
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "inc": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 
 
 def _same(name: str, short: str = "", **more: Any) -> VllmOption:
@@ -248,7 +257,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
         "the tokenizer comes from the model's --revision, or from the folder --tokenizer",
     ),
     _same("max_model_len", words={-1: None, "auto": None}),
-    _same("quantization", "q", words={"gguf": None, "awq_marlin": "awq", "gptq_marlin": "gptq"}),
+    _same("quantization", "q", words=QUANTIZATION_WORDS),
     *_refused("quantization_config", NO_VALUES, "", "use --quantization fp8, or `shoal quantize`"),
     *_idle("allow_deprecated_quantization", "no quantization here is deprecated", "flag"),
     _same("enforce_eager", takes="flag"),

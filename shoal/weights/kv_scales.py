@@ -1,8 +1,9 @@
 """A checkpoint's scales of an fp8 KV cache: a stored number times its scale is the key or value.
 
-Names follow compressed-tensors (`self_attn.k_scale`) or ModelOpt (`self_attn.k_proj.k_scale`). A scale is one
-number for a layer, or one for each of its kv heads. No layer loads scales, and an engine without an fp8 cache
-ignores them.
+Names follow compressed-tensors (`self_attn.k_scale`), ModelOpt (`self_attn.k_proj.k_scale`) or AutoFP8
+(`self_attn.kv_scale`, for keys and values). A scale is one number for a layer, or one for each of its kv
+heads.
+No layer loads scales, and an engine without an fp8 cache ignores them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
                 f"{files.path}: {name} has {values.min():g} to {values.max():g}, but scales are positive "
                 "numbers; the file is damaged, or was never calibrated"
             )
-        scales[layer]["kv".index(match[2])] = values
+        for kind in match[2]:
+            scales[layer]["kv".index(kind)] = values
     if not found:
         return None
     for layer, scales_2G in enumerate(scales):

@@ -58,17 +58,18 @@ def load_hollow_weights(model: Decoder, files: CheckpointFiles, device: torch.de
     numbers come from another worker. `lies_by_shape(files)` must be True. Raises CheckpointError."""
     assert lies_by_shape(files)
     quantization = files.config.quantization
+    every = {} if quantization is None else {own.layout: own for own in quantization.every}
     zero = torch.zeros((), device=device)
     try:
         loading = Loading(model)
         for name, header in tensor_headers(files.folder, files.config).items():
             if not _is_weight(name, files.config):
                 continue
-            if quantization is not None and header.dtype == quantization.layout:
+            if header.dtype in every:
                 outs, inputs = header.shape
-                zeros = BY_NAME[quantization.layout].zeros
+                zeros = BY_NAME[header.dtype].zeros
                 assert zeros is not None
-                loading.take(name, zeros(outs, inputs, quantization, device))
+                loading.take(name, zeros(outs, inputs, every[header.dtype], device))
             else:
                 loading.take(name, zero.expand(header.shape))  # It takes no memory.
         loading.finish()
@@ -82,7 +83,7 @@ def lies_by_shape(files: CheckpointFiles) -> bool:
     quantization = files.config.quantization
     if files.file is not None or quantization is None:
         return files.file is None
-    return not quantization.others and BY_NAME[quantization.layout].zeros is not None
+    return all(BY_NAME[own.layout].zeros is not None for own in quantization.every)
 
 
 def check_shapes(files: CheckpointFiles) -> None:

@@ -44,7 +44,7 @@ def tensor_headers(folder: Path, config: ModelConfig, naming: Naming = text_name
     headers = _headers(folder, EVERY_DTYPE, config, naming)
     matrices = _matrices(headers, quantization)
     taken = {name for _, parts in matrices.values() for name in parts.values()}
-    found = {name: header for name, header in headers.items() if name not in taken}
+    found = {name: header for name, header in headers.items() if name not in taken | _unread(matrices)}
     for name, header in found.items():
         if header.dtype in PACKED_DTYPES:
             raise CheckpointError(
@@ -75,7 +75,10 @@ def folder_tensors(
         name: (module, suffix) for module, (_, parts) in matrices.items() for suffix, name in parts.items()
     }
     held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
+    unread = _unread(matrices)
     for name, tensor in _tensors(folder, EVERY_DTYPE, config, naming):
+        if name in unread:
+            continue
         if name not in module_of:
             yield name, tensor
             continue
@@ -134,7 +137,7 @@ def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) ->
     two matrices, so each row gets a scale of its own before the tensor is split."""
     stored, quantization = ARCHITECTURES[config.architecture].tensors, config.quantization
     found = {}
-    for own in () if quantization is None else (quantization, *quantization.others):
+    for own in () if quantization is None else quantization.every:
         marker, height = BY_NAME[own.layout].marker, own.block[0]
         for name, header in headers.items() if height > 1 else ():
             module, _, suffix = name.rpartition(".")
@@ -148,6 +151,13 @@ def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) ->
 
 def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
     return {suffix: headers[name].shape for suffix, name in parts.items()}
+
+
+def _unread(matrices: Mapping[str, tuple[Quantization, dict[str, str]]]) -> set[str]:
+    """Names that tensors of these matrices may have and that are not read."""
+    return {
+        f"{module}.{suffix}" for module, (own, _) in matrices.items() for suffix in BY_NAME[own.layout].unread
+    }
 
 
 def _matrices(
@@ -178,9 +188,10 @@ def _matrices(
         for suffix, expected in stored.items():
             _check(f"{module}.{suffix}", headers.get(f"{module}.{suffix}"), expected, own)
     if not found:
+        markers = " or ".join(f".{BY_NAME[own.layout].marker}" for own in quantization.every)
         raise CheckpointError(
             f"the config says that matrices are quantized ({quantization.layout}), but there is no tensor "
-            f"that ends in .{BY_NAME[quantization.layout].marker}; is it another checkpoint's config?"
+            f"that ends in {markers}; is it another checkpoint's config?"
         )
     return found
 
@@ -190,7 +201,7 @@ def _quantization_of(
 ) -> Quantization | None:
     """Returns the layout that these tensors are in. None: the matrix is plain. A later layout's marker may be
     a tensor that an earlier layout has as well."""
-    for own in (quantization, *quantization.others):
+    for own in quantization.every:
         if BY_NAME[own.layout].marker in shapes:
             return own
     return None

@@ -157,7 +157,14 @@ class CheckpointFiles:
             raise CheckpointError(
                 f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
             )
-        return overridden(self._read_json("config.json"), self.overrides)
+        config = overridden(self._read_json("config.json"), self.overrides)
+        read = text_config(config, str(self.folder / "config.json"))
+        if read.get("quantization_config") or read.get("compression_config"):
+            return config
+        stored = self._read_json("hf_quant_config.json").get("quantization")  # ModelOpt's own file
+        if not isinstance(stored, dict) or stored.get("quant_algo") is None:
+            return config
+        return {**config, "quantization_config": {"quant_method": "modelopt", **stored}}
 
     @cached_property
     def _own_config(self) -> ModelConfig:

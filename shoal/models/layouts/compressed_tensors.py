@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
+from shoal.models.layouts.layout import (
+    HALVES,
+    INPUT_SCALES,
+    Layout,
+    Stored,
+    choice,
+    group_size,
+    num_groups,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -130,16 +139,10 @@ def read_fp8(fields: ConfigFields) -> Quantization | None:
     choice(weights, "type", ("float",))
     choice(weights, "symmetric", (None, True))
     strategy = choice(weights, "strategy", ("channel", "tensor", "block"))
-    inputs = [group.get("input_activations") or {} for group in fields.get("config_groups").values()]
-    is_static = {own.get("dynamic") is False for own in inputs}
-    if len(is_static) > 1:
-        raise CheckpointError(
-            f"{fields.where}: config_groups must all scale activations in one way, got {inputs!r:.200}"
-        )
     block = (1 if strategy == "channel" else 0, 0)
     if strategy == "block":
         block = block_sizes(weights, "block_structure")
-    return Quantization(FP8, 8, block, input_scales=is_static.pop())
+    return Quantization(FP8, 8, block)
 
 
 def block_sizes(fields: ConfigFields, key: str) -> tuple[int, int]:
@@ -158,10 +161,7 @@ def fp8_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str,
     tall, wide = quantization.block[0] or outs, quantization.block[1] or inputs
     blocks = (-(-outs // tall), -(-inputs // wide))
     scales = (1,) if quantization.block == (0, 0) else blocks
-    stored = {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": Stored(scales, HALVES)}
-    if quantization.input_scales:
-        stored["input_scale"] = Stored((1,), HALVES)
-    return stored
+    return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": Stored(scales, HALVES)}
 
 
 def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:
@@ -208,5 +208,7 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -
 
 
 INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
-FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8, fp8_zeros)
+FP8_LAYOUT = Layout(
+    FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8, fp8_zeros, unread=INPUT_SCALES
+)
 MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, packed_shape, mxfp4_tensors, join_mxfp4)

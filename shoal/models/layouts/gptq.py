@@ -59,7 +59,7 @@ def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4
     # borrows from its neighbour, and the sum gives that back.
     words = stored["qzeros"] + ONES if quantization.zeros_minus_one else stored["qzeros"]
     quants, zeros = unpack(stored["qweight"], 0).T, unpack(words, 1).T
-    tensor = Int4Tensor.of(quants, stored["scales"].T, zeros, stored["g_idx"])
+    tensor = Int4Tensor.of(quants, stored["scales"].T, zeros, stored.get("g_idx"))
     if tensor.groups is not None and not quantization.act_order:
         raise CheckpointError(
             "g_idx puts inputs into groups out of order, but desc_act is false in the config; is it another "

@@ -30,6 +30,8 @@ class Stored(NamedTuple):
 
 
 ONE = Stored((1,), ("F32",))
+# The scale of a matrix's input, by each tool's name. Activations are scaled token by token instead, or not.
+INPUT_SCALES = ("input_scale", "activation_scale", "input_global_scale")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Layout:
     # in an engine's memory, so one of zeros would not lie there alike.
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
     experts_only: bool = False  # all other matrices are plain
+    unread: tuple[str, ...] = ()  # suffixes of further tensors that a matrix may have
 
 
 def made_up(

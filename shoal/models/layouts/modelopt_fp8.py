@@ -7,10 +7,10 @@ from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros, join_fp8
-from shoal.models.layouts.layout import ONE, Layout, Stored, choice
+from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice
 
-ALGORITHMS = ("NVFP4", "FP8")
-MODELOPT_FP8 = Quantization("modelopt-fp8", 8, (0, 0), input_scales=True)
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
+MODELOPT_FP8 = Quantization("modelopt-fp8", 8, (0, 0))
 
 
 def modelopt_algorithms(fields: ConfigFields) -> set[str]:
@@ -38,7 +38,17 @@ def read(fields: ConfigFields) -> Quantization | None:
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": ONE, "input_scale": ONE}
+    return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": ONE}
 
 
-LAYOUT = Layout("modelopt-fp8", "modelopt", "weight_scale", read, fp8_shape, tensors, join_fp8, fp8_zeros)
+LAYOUT = Layout(
+    "modelopt-fp8",
+    "modelopt",
+    "weight_scale",
+    read,
+    fp8_shape,
+    tensors,
+    join_fp8,
+    fp8_zeros,
+    unread=INPUT_SCALES,
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, packed_shape, read_weights
-from shoal.models.layouts.layout import ONE, Layout, Stored, choice, num_groups
+from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice, num_groups
 from shoal.models.layouts.modelopt_fp8 import MODELOPT_FP8, modelopt_algorithms
 
 if TYPE_CHECKING:
@@ -29,17 +29,15 @@ def read_packed(fields: ConfigFields) -> Quantization | None:
     choice(weights, "strategy", ("tensor_group", "group"))
     choice(weights, "group_size", (GROUP,))
     choice(weights, "symmetric", (None, True))
-    groups = fields.get("config_groups").values()
-    has_inputs = any(group.get("input_activations") is not None for group in groups)
-    return Quantization(NVFP4, 4, (1, GROUP), input_scales=has_inputs)
+    return Quantization(NVFP4, 4, (1, GROUP))
 
 
 def read_modelopt(fields: ConfigFields) -> Quantization | None:
     algorithms = modelopt_algorithms(fields)
-    if "NVFP4" not in algorithms:
+    if algorithms == {"FP8"}:
         return None
     others = (MODELOPT_FP8,) if "FP8" in algorithms else ()
-    return Quantization("modelopt-nvfp4", 4, (1, GROUP), input_scales=True, others=others)
+    return Quantization("modelopt-nvfp4", 4, (1, GROUP), others=others)
 
 
 def modelopt_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -48,12 +46,11 @@ def modelopt_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def packed_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    stored = {
+    return {
         "weight_packed": Stored((outs, inputs // 2), ("U8",)),
         "weight_scale": Stored((outs, num_groups(inputs, GROUP)), ("F8_E4M3",)),
         "weight_global_scale": ONE,
     }
-    return stored | ({"input_global_scale": ONE} if quantization.input_scales else {})
 
 
 def modelopt_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
@@ -61,7 +58,6 @@ def modelopt_tensors(outs: int, inputs: int, quantization: Quantization) -> dict
         "weight": Stored((outs, inputs // 2), ("U8",)),
         "weight_scale": Stored((outs, num_groups(inputs, GROUP)), ("F8_E4M3",)),
         "weight_scale_2": ONE,
-        "input_scale": ONE,
     }
 
 
@@ -79,7 +75,16 @@ def join_modelopt(stored: Mapping[str, torch.Tensor], quantization: Quantization
     return Nvfp4Tensor.of(stored["weight"], scales)
 
 
-PACKED_LAYOUT = Layout(NVFP4, METHOD, "weight_packed", read_packed, packed_shape, packed_tensors, join_packed)
+PACKED_LAYOUT = Layout(
+    NVFP4,
+    METHOD,
+    "weight_packed",
+    read_packed,
+    packed_shape,
+    packed_tensors,
+    join_packed,
+    unread=INPUT_SCALES,
+)
 MODELOPT_LAYOUT = Layout(
     "modelopt-nvfp4",
     "modelopt",
@@ -88,4 +93,5 @@ MODELOPT_LAYOUT = Layout(
     modelopt_shape,
     modelopt_tensors,
     join_modelopt,
+    unread=INPUT_SCALES,
 )

@@ -5,17 +5,30 @@ from __future__ import annotations
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq, modelopt_fp8, mxfp4, nvfp4
+from shoal.models.layouts import (
+    auto_round,
+    awq,
+    compressed_tensors,
+    fbgemm_fp8,
+    fp8_blocks,
+    gptq,
+    modelopt_fp8,
+    mxfp4,
+    nvfp4,
+)
 from shoal.models.layouts.layout import Layout
 
 LAYOUTS = (
     awq.LAYOUT,
     gptq.LAYOUT,
+    auto_round.GPTQ_LAYOUT,
+    auto_round.AWQ_LAYOUT,
     compressed_tensors.INT4_LAYOUT,
     compressed_tensors.FP8_LAYOUT,
     compressed_tensors.MXFP4_LAYOUT,
     nvfp4.PACKED_LAYOUT,
     fp8_blocks.LAYOUT,
+    fbgemm_fp8.LAYOUT,
     mxfp4.LAYOUT,
     nvfp4.MODELOPT_LAYOUT,
     modelopt_fp8.LAYOUT,

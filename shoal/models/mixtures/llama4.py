@@ -125,6 +125,7 @@ ARCHITECTURE = Architecture(
             ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), transposed=True
         ),
         "feed_forward.experts.down_proj": Stack(("mlp.experts.{}.down_proj",), transposed=True),
+        "feed_forward.experts.{}": "mlp.experts.{}",  # quantized by llm-compressor
         "feed_forward.gate_proj": "mlp.gate_proj",
         "feed_forward.up_proj": "mlp.up_proj",
         "feed_forward.down_proj": "mlp.down_proj",

@@ -65,8 +65,8 @@ class MtpFiles:
         quantization = self.layers.quantization
         if quantization is None:
             return self.layers
-        suffix = f".{LAYOUTS[quantization.layout].marker}"
-        is_quantized = any(name.endswith(suffix) for name in self.names)
+        markers = tuple(f".{LAYOUTS[own.layout].marker}" for own in quantization.every)
+        is_quantized = any(name.endswith(markers) for name in self.names)
         return self.layers if is_quantized else replace(self.layers, quantization=None)
 
     @cached_property

@@ -68,6 +68,11 @@ def scales_by_layer() -> Scales:
     }
 
 
+def scales_of_both() -> Scales:
+    """As AutoFP8 names them, one for each layer's keys and values."""
+    return {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(0.05 + 0.01 * i) for i in range(LAYERS)}
+
+
 def with_scales(root, name: str, target, scales: Scales):
     """A copy of a tiny checkpoint, with scales of the cache."""
     shutil.copytree(tiny.write_model(root, name), target)
@@ -113,9 +118,10 @@ def logprobs_of(output, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("scales", ["none", "by layer", "by head"])
+@pytest.mark.parametrize("scales", ["none", "by layer", "by head", "of both"])
 def test_log_probabilities_are_those_of_rounded_keys_and_values(root, tmp_path, oracle, kind, scales):
-    given = {"none": {}, "by layer": scales_by_layer(), "by head": scales_by_head()}[scales]
+    ways = {"by layer": scales_by_layer, "by head": scales_by_head, "of both": scales_of_both}
+    given = ways[scales]() if scales in ways else {}
     folder = with_scales(root, kind, tmp_path / "model", given)
     found = kv_scales(files_of(folder))
     assert (found is None) == (scales == "none")

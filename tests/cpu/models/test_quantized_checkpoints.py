@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
-from shoal.config import EngineConfig
+from shoal.config import QUANTIZATIONS, EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner.capture_sizes import most_captured_tokens
 from shoal.errors import CheckpointError
@@ -38,7 +38,8 @@ from shoal.layers.packed_weight import PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.models import decoder
 from shoal.models.config_json import config_from_json
-from shoal.models.layouts.registry import BY_NAME
+from shoal.models.configs.fields import ConfigFields
+from shoal.models.layouts.registry import BY_NAME, LAYOUTS, read_quantization
 from shoal.models.loading import layer_tensors
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
@@ -56,6 +57,10 @@ MATRICES = {
     "gptq": Quantization("gptq", 4, (1, 128), zero_points=True, zeros_minus_one=True),
     "gptq_act_order": Quantization("gptq", 4, (1, 128), True, act_order=True, zeros_minus_one=True),
 }
+
+
+# Matrices packed by auto-round 0.16.1's own code, and what it unpacks from them in float16.
+AUTO_ROUND = load_file(Path(__file__).parents[1] / "data/auto_round.safetensors")
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -79,6 +84,21 @@ def test_a_matrix_of_gptqmodel_is_what_gptqmodel_unpacks(name):
     assert (tensor.groups is not None) == (name == "gptq_act_order")
     assert torch.equal(tensor.rows(3, 10).dequantize(torch.float16), expected[3:10])
     assert torch.equal(tensor.columns(128, 256).dequantize(torch.float16), expected[:, 128:])
+
+
+@pytest.mark.parametrize("name", sorted({key.rpartition("/")[0] for key in AUTO_ROUND}))
+def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
+    stored = {
+        key.removeprefix(f"{name}/"): own for key, own in AUTO_ROUND.items() if key.startswith(f"{name}/")
+    }
+    expected = stored.pop("expected")
+    given = dict(quant_method="auto-round", bits=4, group_size=64, packing_format=name.partition(".")[0])
+    quantization = read_quantization(ConfigFields(dict(quantization_config=given), "config.json"))
+    layout = BY_NAME[quantization.layout]
+    shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
+    assert layout.matrix_shape(shapes) == expected.shape
+    assert {s: own.shape for s, own in layout.tensors(*expected.shape, quantization).items()} == shapes
+    assert torch.equal(layout.join(stored, quantization).dequantize(torch.float16), expected)
 
 
 def words(numbers: torch.Tensor) -> torch.Tensor:
@@ -435,6 +455,31 @@ def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, tmp_p
             assert abs(found.logprob - expected[i, token].item()) < 1e-3
 
 
+def test_each_expert_of_llama_4_may_be_a_matrix_of_its_own(tmp_path):
+    """Regression: Llama 4 Maverick in fp8 and all that llm-compressor makes of Llama 4 were refused: experts have
+    tensors of their own there, not one for all."""
+    folder = write_family(tmp_path, "llama4", **WIDE, intermediate_size_mlp=384)
+    weights, plain = load_file(folder / "model.safetensors"), {}
+    for key, weight in weights.items():
+        name, _, stack = key.partition(".experts.")
+        for expert, own in enumerate(weight) if stack else ():
+            parts = own.T.chunk(2) if stack == "gate_up_proj" else [own.T]
+            names = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
+            plain |= {f"{name}.experts.{expert}.{n}.weight": p.contiguous() for n, p in zip(names, parts)}
+        if not stack:
+            plain[key] = weight
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    unpacked = quantized.repack(folder, "fp8-channel")
+    files = CheckpointFiles(folder)
+    check_shapes(files)
+    found = dict(checkpoint_tensors(files))
+    experts = [name for name in unpacked if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        own = found[name.replace("feed_forward", "mlp")]
+        assert torch.equal(own.dequantize(), unpacked[name])
+
+
 # Bad input
 
 
@@ -469,7 +514,7 @@ def scheme(**fields: object) -> dict:
 
 
 CHANGES = [
-    (dict(quant_method="bitsandbytes"), "bitsandbytes.*awq, gptq, compressed-tensors, fp8"),
+    (dict(quant_method="bitsandbytes"), "bitsandbytes.*awq, gptq, auto-round, compressed-tensors, fp8"),
     (dict(quant_method=None), "None"),
     (dict(format="marlin-24"), "format 'marlin-24'.*pack-quantized"),
     (dict(config_groups={}), "config_groups"),
@@ -504,6 +549,23 @@ METHODS = [
     (dict(quant_method="fp8", weight_block_size=[128]), r"weight_block_size \[128\]"),
     (dict(quant_method="fp8"), "weight_block_size None"),
     (dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="static"), "static"),
+    (dict(quant_method="auto-round", bits=2, group_size=128), "bits 2"),
+    (
+        dict(quant_method="auto-round", bits=4, group_size=128, packing_format="auto_round:fp8"),
+        "packing_format",
+    ),
+    (dict(quant_method="auto-round", bits=4, group_size=128, act_bits=8), "act_bits 8"),
+    (dict(quant_method="auto-round", bits=4, group_size=128, rotation_config={"a": 1}), "rotation_config"),
+    (dict(quant_method="auto-round", bits=4, group_size=128, extra_config=[1]), "extra_config must have"),
+    (
+        dict(quant_method="auto-round", bits=4, group_size=128, extra_config={"a.b": {"bits": 3}}),
+        "extra_config: a.b: bits 3",
+    ),
+    (
+        dict(quant_method="auto-round", bits=4, group_size=128, extra_config={"a.b": {"group_size": 32}}),
+        "extra_config: a.b: group_size 32",
+    ),
+    (dict(quant_method="modelopt", quant_algo="W4A16_AWQ"), "quant_algo 'W4A16_AWQ'"),
 ]
 
 
@@ -562,6 +624,26 @@ def test_missing_scales_and_wrong_shapes_are_refused_before_anything_is_loaded(k
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=says):
         check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_each_method_may_be_named_on_the_command_line():
+    """Regression: --quantization modelopt, auto-round and others of model cards were refused beside their files."""
+    assert {layout.quant_method for layout in LAYOUTS} == {*QUANTIZATIONS}
+
+
+def test_modelopt_s_own_file_stands_for_a_quantization_config(tmp_path):
+    """ModelOpt's first versions left config.json as it was, and vLLM reads the file beside it."""
+    unpacked = quantized.write(tmp_path, "fp8-modelopt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = dict(quant_algo="FP8", kv_cache_quant_algo="FP8", exclude_modules=["lm_head"])
+    producer = dict(name="modelopt", version="0.15.1")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(dict(producer=producer, quantization=own)))
+    files = CheckpointFiles(tmp_path)
+    assert files.config.quantization.layout == "modelopt-fp8"
+    found = dict(checkpoint_tensors(files))
+    assert torch.equal(found[f"{NAME}.weight"].dequantize(), unpacked[f"{NAME}.weight"])
 
 
 def test_a_matrix_that_is_plain_and_quantized_is_refused(tmp_path):
