@@ -66,6 +66,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     take: Callable[[torch.Tensor], torch.Tensor]
+    is_turned: bool = False  # its rows are the tensor's columns
 
 
 def split(
@@ -87,7 +88,7 @@ def split(
             suffix = FP8_SCALES.get(suffix, suffix or ".weight")
             if target.inputs is not None and shape[-1:] == (_columns(target.inputs(config), suffix, config),):
                 target = replace(target, transposed=False)
-            yield from _parts(name, shape, target, runs, layer[1], suffix[1:])
+            yield from _parts(name, shape, target, runs, layer[1], suffix[1:], config)
         elif isinstance(target, Row):
             yield Part(f"{layer[1]}{target.name}", shape[1:], lambda tensor: tensor[0])
         else:
@@ -102,11 +103,14 @@ def _columns(inputs: int, suffix: str, config: ModelConfig) -> int:
     return -(-inputs // wide) if wide and suffix == ".weight_scale_inv" else inputs
 
 
-def _one_scale_an_expert(count: int, stack: Stack, layer: str, parameter: str) -> Iterator[Part]:
+def _one_scale_an_expert(
+    count: int, of_all: bool, stack: Stack, layer: str, parameter: str
+) -> Iterator[Part]:
+    """`of_all`: one number is the scale of every expert."""
     for expert in range(count):
 
         def take(tensor: torch.Tensor, expert: int = expert) -> torch.Tensor:
-            return tensor[expert].reshape(1)
+            return (tensor if of_all else tensor[expert]).reshape(1)
 
         for part in stack.parts:
             yield Part(f"{layer}{part.format(expert)}.{parameter}", (1,), take)
@@ -119,6 +123,7 @@ def _parts(
     runs: tuple[int, tuple[int, ...]],
     layer: str,
     parameter: str,
+    config: ModelConfig,
 ) -> Iterator[Part]:
     count, shares = runs
     by_expert, common = EXPERT in stack.parts[0], math.gcd(*shares)
@@ -127,12 +132,16 @@ def _parts(
     outs = int(by_expert) + int(turned)  # the dimension of outputs
     if parameter in BY_COLUMNS and not by_expert:  # gpt-oss' experts have scales, too
         outs = len(shape) - 1
-    if parameter in WHOLE or (shape == (1,) and parameter.endswith(("scale", "scale_inv", "scale_2"))):
+    is_scale = parameter.endswith(("scale", "scale_inv", "scale_2"))
+    if not by_expert and (parameter in WHOLE or (shape == (1,) and is_scale)):
         for part in stack.parts:
             yield Part(f"{layer}{part}.{parameter}", shape, lambda tensor: tensor)
         return
-    if by_expert and parameter in ("weight_scale_inv", "activation_scale") and math.prod(shape[1:]) == 1:
-        yield from _one_scale_an_expert(shape[0], stack, layer, parameter)
+    in_blocks = config.quantization is not None and config.quantization.block[1] > 0
+    if by_expert and is_scale and not in_blocks and math.prod(shape[1:]) == 1:
+        of_all = len(shape) == 1 and shape[0] == 1
+        num_experts = config.experts.num_experts if of_all and config.experts is not None else shape[0]
+        yield from _one_scale_an_expert(num_experts, of_all, stack, layer, parameter)
         return
     if parameter == "weight_shape":  # holds the numbers of outputs and inputs
         for part, share in zip(stack.parts, shares):
@@ -176,4 +185,4 @@ def _parts(
                     matrix = in_runs.movedim(0, dim + 1).flatten(dim, dim + 1)
                 return matrix.T if turned else matrix
 
-            yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take)
+            yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take, turned)

@@ -100,7 +100,7 @@ def _headers(
     headers = _whole_headers(folder, dtypes, naming)
     crossed = _crossed_blocks(headers, config)
     for name, header in headers.items():
-        shape = header.shape if name not in crossed else (crossed[name].rows, *header.shape[1:])
+        shape = crossed[name].shape(header.shape) if name in crossed else header.shape
         for part in split(name, shape, stored, config):
             found[part.name] = TensorHeader(header.dtype, part.shape)
     return found
@@ -114,7 +114,7 @@ def _tensors(
         crossed = _crossed_blocks(_whole_headers(folder, dtypes, naming), config)
     for name, tensor in safetensors_tensors(folder, dtypes, naming):
         if (blocks := crossed.get(name)) is not None:
-            tensor = tensor.repeat_interleave(blocks.height, dim=0)[: blocks.rows]
+            tensor = tensor.repeat_interleave(blocks.height, blocks.dim).narrow(blocks.dim, 0, blocks.rows)
         for part in split(name, tuple(tensor.shape), stored, config):
             yield part.name, part.take(tensor)
 
@@ -128,8 +128,13 @@ def _whole_headers(folder: Path, dtypes: Mapping[str, int], naming: Naming) -> d
 class _Blocks(NamedTuple):
     """Blocks of a tensor whose rows share scales."""
 
+    dim: int  # the tensor's rows are along it
     rows: int  # the tensor's
     height: int  # rows of a block
+
+    def shape(self, scales: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of these scales with one for each row."""
+        return (*scales[: self.dim], self.rows, *scales[self.dim + 1 :])
 
 
 def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) -> dict[str, _Blocks]:
@@ -140,13 +145,26 @@ def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) ->
     for own in () if quantization is None else quantization.every:
         marker, height = BY_NAME[own.layout].marker, own.block[0]
         for name, header in headers.items() if height > 1 else ():
-            module, _, suffix = name.rpartition(".")
-            weight = headers.get(f"{module}.weight")
-            if suffix != marker or weight is None or header.shape[0] != -(-weight.shape[0] // height):
+            matrix = _matrix_of(name, marker)
+            weight = headers.get(matrix)
+            if weight is None:
                 continue
-            if len(list(split(f"{module}.weight", weight.shape, stored, config))) > 1:
-                found[name] = _Blocks(weight.shape[0], height)
+            parts = list(split(matrix, weight.shape, stored, config))
+            dim = 0 if len(weight.shape) == 2 else 2 if parts[0].is_turned else 1
+            rows = weight.shape[dim]
+            if header.shape[dim : dim + 1] != (-(-rows // height),):
+                continue
+            if len(parts) > 1 and any(part.shape[0] % height for part in parts):
+                found[name] = _Blocks(dim, rows, height)
     return found
+
+
+def _matrix_of(name: str, marker: str) -> str:
+    """Returns the matrix, or the experts in one tensor, whose scales have this name; "" for other tensors."""
+    if name.endswith(f".{marker}"):
+        return f"{name.removesuffix(marker)}weight"
+    stack = marker.removeprefix("weight")
+    return name.removesuffix(stack) if name.endswith(stack) else ""
 
 
 def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:

@@ -72,6 +72,19 @@ def test_a_file_of_glm_4_5_is_its_checkpoint(use_qk_norm, root, tmp_path):
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_file_of_solar_open_is_its_checkpoint(bias, root, tmp_path):
+    """llama.cpp's converter writes it as a GLM-4.5 whose heads are rotated whole and whose layers are all sparse."""
+    folder = write_family(root, "solar-open", attention_bias=bias)
+
+    def add_solar(writer, config) -> None:
+        add_glm(writer, {**config, "first_k_dense_replace": 0})
+        writer.add_rope_dimension_count(config["head_dim"])
+
+    gguf_files.write(tmp_path / "m.gguf", folder, "glm4moe", add_solar)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 def test_a_file_of_dots_llm1_is_its_checkpoint(root, tmp_path):
     folder = write_family(root, "dots1", sliding_window=None)
 

@@ -413,18 +413,37 @@ def in_fp8(key: str, weight: torch.Tensor, block: int) -> dict[str, torch.Tensor
     """A matrix, or all experts' in one tensor, in fp8 with its scales: one for each, or one for each block."""
     *stack, rows, columns = weight.shape
     tall, wide = (block, block) if block else (rows, columns)
-    blocks = weight.reshape(*stack, rows // tall, tall, columns // wide, wide)
+    filled = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % tall))
+    blocks = filled.unflatten(-1, (-1, wide)).unflatten(-3, (-1, tall))
     scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
-    packed = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)
+    whole = (blocks / scales).to(torch.float8_e4m3fn).flatten(-2).flatten(-3, -2)
+    packed = whole[..., :rows, :columns].contiguous()
     own = scales.squeeze(-1).squeeze(-2) if block or stack else scales.reshape(())
     activations = f"{key}_activation_scale" if stack else f"{key.removesuffix('weight')}activation_scale"
     return {key: packed, f"{key}_scale_inv": own} | ({} if block else {activations: torch.ones_like(own)})
 
 
-@pytest.mark.parametrize("name, block", [("mistral4", 0), ("qwen3-vl-moe", 128), ("qwen3-vl-moe-saved", 128)])
-def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, tmp_path):
-    """Regression: Mistral Small 4 as it is published was refused: a scale for each expert of a tensor."""
-    folder = write_family(tmp_path, name, **(WIDE | dict(moe_intermediate_size=128) if block else {}))
+ONE_BLOCK = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, moe_intermediate_size=64)
+
+
+@pytest.mark.parametrize(
+    "name, block, sizes",
+    [
+        ("mistral4", 0, {}),
+        ("qwen3-vl-moe", 128, dict(moe_intermediate_size=128)),
+        ("qwen3-vl-moe-saved", 128, dict(moe_intermediate_size=128)),
+        ("qwen3-vl-moe", 128, ONE_BLOCK),
+        ("qwen3-vl-moe-saved", 128, ONE_BLOCK),
+        ("qwen3-vl-moe", 128, dict(moe_intermediate_size=224, hidden_size=512)),
+        ("qwen3-vl-moe-saved", 128, dict(moe_intermediate_size=192)),
+        ("qwen3-vl-moe-saved", 128, dict(moe_intermediate_size=224, hidden_size=320)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, sizes, tmp_path):
+    """Regression: Mistral Small 4 as it is published was refused: a scale for each expert of a tensor. Experts of one
+    block, and gate and up whose rows are not whole blocks, were refused, too."""
+    folder = write_family(tmp_path, name, **(WIDE | sizes if block else {}))
     weights, packed, plain = load_file(folder / "model.safetensors"), {}, {}
     kept = ("embed", "lm_head", "mlp.gate.", "visual", "norm")
     for key, weight in weights.items():
@@ -434,7 +453,7 @@ def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, tmp_p
         if len(own) > 1:
             scale = own[f"{key}_scale_inv"]
             for dim in (-2, -1) if block else ():
-                scale = scale.repeat_interleave(block, dim)
+                scale = scale.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
             plain[key] = own[key].float() * scale
     config = json.loads((folder / "config.json").read_text())
     scheme = dict(
@@ -453,6 +472,32 @@ def test_scales_of_stacked_experts_in_fp8_are_split_with_them(name, block, tmp_p
     for i, position in enumerate(output.prompt_logprobs[1:]):
         for token, found in position.items():
             assert abs(found.logprob - expected[i, token].item()) < 1e-3
+
+
+def test_one_scale_may_be_that_of_all_experts(tmp_path):
+    """ModelOpt's Llama 4 in fp8: the experts in one tensor, and a scale for all of them."""
+    folder = write_family(tmp_path, "llama4", **WIDE, intermediate_size_mlp=384)
+    unpacked = quantized.repack(folder, "fp8-modelopt")
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        parts, plain = quantized.fp8_of_modelopt(stored.pop(name))
+        stored[name] = parts.pop("weight")
+        stored |= {f"{name}_{suffix}": tensor for suffix, tensor in parts.items()}
+        for expert, own in enumerate(plain):
+            names = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            pieces = zip(names, own.T.chunk(len(names)))
+            room = name.replace("feed_forward", "mlp").rpartition(".")[0]
+            unpacked |= {f"{room}.{expert}.{part}.weight": piece for part, piece in pieces}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    files = CheckpointFiles(folder)
+    check_shapes(files)
+    found = dict(checkpoint_tensors(files))
+    experts = [
+        name for name in unpacked if ".experts." in name and name.startswith("model") and "mlp" in name
+    ]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        assert torch.equal(found[name].dequantize(), unpacked[name])
 
 
 def test_each_expert_of_llama_4_may_be_a_matrix_of_its_own(tmp_path):
