@@ -36,7 +36,9 @@ SIZES = dict(
 )
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
-BY_INPUTS = ("awq", "gptq", "gptq-act-order", "auto-round")
+BY_INPUTS = ("awq", "gptq", "gptq-act-order", "auto-round", "auto-round-mixed")
+INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
+INT8_TOKEN = dict(num_bits=8, type="int", strategy="token", symmetric=True, dynamic=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
 TOKEN = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 # compressed-tensors' name of a format, how weights are quantized, and how activations are
@@ -47,6 +49,13 @@ SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
         "pack-quantized",
         dict(num_bits=4, type="int", strategy="channel", symmetric=True),
         None,
+    ),
+    "int8": ("pack-quantized", INT4 | dict(num_bits=8, symmetric=True), None),
+    "int8-channel": ("int-quantized", INT8, INT8_TOKEN),
+    "int8-tensor": (
+        "int-quantized",
+        INT8 | dict(strategy="tensor"),
+        INT8 | dict(strategy="tensor", dynamic=False),
     ),
     "mxfp4": (
         "mxfp4-pack-quantized",
@@ -84,6 +93,8 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     if args.strategy == "tensor":
         scale, zero = scale.view(1), zero.view(1)
+    if (args.num_bits, args.type) == (8, "int"):
+        scale = scale.half().float()  # as scales are here in memory
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
     if kind == "nvfp4":
         # a power of two, so that one over it is exact
@@ -93,7 +104,7 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     compressor = BaseCompressor.load_from_registry(format)
     stored = compressor.compress(state, scheme)
     stored = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
-    if inputs is STATIC:
+    if inputs is not None and inputs.get("dynamic") is False:
         stored["input_scale"] = torch.tensor([0.01])
     if kind == "nvfp4":  # it unpacks to bfloat16 by default
         quants = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
@@ -141,6 +152,19 @@ def fp8_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {name: stored[own] for name, own in names.items()}, unpacked
 
 
+def gptq_in_8_bits(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As GPTQModel stores a matrix in 8 bits: four inputs in an int32, zero points of 128 less one."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / 127).half()
+    quants = (groups / scales.float().unsqueeze(2)).round().clamp(-127, 127)
+    four = (quants.flatten(1).T.to(torch.int64) + 128).unflatten(0, (-1, 4))
+    words = (four << torch.tensor([0, 8, 16, 24]).view(1, 4, 1)).sum(1).to(torch.uint32).view(torch.int32)
+    zeros = torch.full((scales.shape[1], len(weight) // 4), 0x7F7F7F7F, dtype=torch.int32)
+    stored = {"qweight": words.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous()}
+    stored["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    return stored, (quants * scales.float().unsqueeze(2)).flatten(1)
+
+
 def rows_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """As FBGEMM stores a matrix: with a scale for each output."""
     scales = weight.abs().amax(1, keepdim=True) / 448
@@ -182,13 +206,14 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
         stored |= {"qweight": _int32s(quants.T, 1, AWQ_ORDER), "qzeros": _int32s(zeros.T, 1, AWQ_ORDER)}
     else:
         stored |= {"qweight": _int32s(quants.T, 0), "qzeros": _int32s(zeros.T - 1, 1)}
-        stored |= {} if kind == "auto-round" else {"g_idx": groups.int()}
+        stored |= {} if kind.startswith("auto-round") else {"g_idx": groups.int()}
     return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
 
 
 BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-modelopt": nvfp4_of_modelopt}
 BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8-fbgemm": rows_of_fp8}
-BY_BLOCKS["nvfp4-weights"] = nvfp4_of_weights
+BY_BLOCKS |= {"nvfp4-weights": nvfp4_of_weights, "int8-gptq": gptq_in_8_bits}
+AUTO_ROUND_MIXED = "auto-round-mixed"  # down in 8 bits, other matrices in 4
 MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
 
@@ -196,9 +221,10 @@ def config_of(kind: str) -> dict:
     """The quantization_config of a checkpoint."""
     if kind == "awq":
         return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
-    if kind == "auto-round":
+    if kind in ("auto-round", AUTO_ROUND_MIXED):
         packing = "auto_round:auto_gptq"
         own = {"lm_head": dict(bits=16, data_type="float"), "model.layers.0.mlp.up_proj": dict(sym=False)}
+        own |= {} if kind == "auto-round" else {".*down_proj.*": dict(bits=8)}
         return dict(
             quant_method="auto-round",
             bits=4,
@@ -215,6 +241,8 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"])
     if kind == "fp8-modelopt":
         return dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
+    if kind == "int8-gptq":
+        return dict(quant_method="gptq", bits=8, group_size=GROUP, desc_act=False, sym=True)
     if kind == "nvfp4-weights":
         return dict(quant_method="modelopt", quant_algo="W4A16_NVFP4", ignore=["lm_head"])
     if kind == "fp8-auto":  # whether the files have scales of inputs or not
@@ -270,7 +298,8 @@ def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Te
             is_nvfp4 = "up_proj" in name or "down_proj" in name
             quantize = nvfp4_of_modelopt if is_nvfp4 else fp8_of_modelopt
             layers[module] = dict(quant_algo="NVFP4", group_size=16) if is_nvfp4 else dict(quant_algo="FP8")
-        parts, unpacked[name] = quantize(weight)
+        in_8_bits = kind == AUTO_ROUND_MIXED and "down_proj" in name
+        parts, unpacked[name] = (gptq_in_8_bits if in_8_bits else quantize)(weight)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     written = json.loads((folder / "config.json").read_text())

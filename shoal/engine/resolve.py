@@ -182,7 +182,7 @@ def _keeps_quantized(
             "quantizes while they load; use that, leave the option out, or take a checkpoint in that format"
         )
     keeps = quantizes or (quantized and (config.dtype == "auto" or asked is not None))
-    fp8 = quantizes or (stored is not None and any(own.bits == 8 for own in stored.every))
+    fp8 = quantizes or (stored is not None and any(BY_NAME[own.layout].is_fp8 for own in stored.every))
     if gpu and keeps and fp8 and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
         way_out = (
             "leave quantization out"

@@ -218,11 +218,20 @@ def _quantization_of(
     shapes: Mapping[str, tuple[int, ...]], quantization: Quantization
 ) -> Quantization | None:
     """Returns the layout that these tensors are in. None: the matrix is plain. A later layout's marker may be
-    a tensor that an earlier layout has as well."""
-    for own in quantization.every:
-        if BY_NAME[own.layout].marker in shapes:
-            return own
-    return None
+    a tensor that an earlier layout has as well; if it is the same one, the shapes decide."""
+    found = [own for own in quantization.every if BY_NAME[own.layout].marker in shapes]
+    first = found[0] if found else None
+    alike = [own for own in found if BY_NAME[own.layout].marker == BY_NAME[found[0].layout].marker]
+    return next((own for own in alike if len(alike) > 1 and _has_shapes(shapes, own)), first)
+
+
+def _has_shapes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> bool:
+    layout = BY_NAME[quantization.layout]
+    try:
+        stored = layout.tensors(*layout.matrix_shape(shapes), quantization)
+    except (KeyError, ValueError, CheckpointError):
+        return False
+    return all(shapes.get(suffix) == own.shape for suffix, own in stored.items())
 
 
 def _check(name: str, header: TensorHeader | None, expected: Stored, quantization: Quantization) -> None:

@@ -51,7 +51,7 @@ COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 # From a tensor's name in a checkpoint to the module's. None: the tensor is not read.
 Naming = Callable[[str], str | None]
 

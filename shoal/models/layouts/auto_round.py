@@ -8,37 +8,25 @@ from dataclasses import replace
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts import awq, gptq
+from shoal.models.layouts import awq, gptq, int8
 from shoal.models.layouts.layout import Stored, choice, group_size
 
-METHOD, GPTQ, AWQ = "auto-round", "auto-round-gptq", "auto-round-awq"
-# packing_format -> the layout, and whether zero points are stored minus one
+METHOD, GPTQ, GPTQ8, AWQ = "auto-round", "auto-round-gptq", "auto-round-gptq-int8", "auto-round-awq"
+# packing_format -> the layout of each number of bits, and whether zero points are stored minus one
 PACKINGS = {
-    "auto_round:auto_gptq": (GPTQ, True),
-    "auto_round": (GPTQ, False),
-    "auto_round:gptqmodel": (GPTQ, False),
-    "auto_round:auto_awq": (AWQ, False),
+    "auto_round:auto_gptq": ({4: GPTQ, 8: GPTQ8}, True),
+    "auto_round": ({4: GPTQ, 8: GPTQ8}, False),
+    "auto_round:gptqmodel": ({4: GPTQ, 8: GPTQ8}, False),
+    "auto_round:auto_awq": ({4: AWQ}, False),
 }
 PLAIN_BITS = (16, 32)
 
 
-def read_gptq(fields: ConfigFields) -> Quantization | None:
-    return _read(fields, GPTQ)
-
-
-def read_awq(fields: ConfigFields) -> Quantization | None:
-    return _read(fields, AWQ)
-
-
-def _read(fields: ConfigFields, layout: str) -> Quantization | None:
-    """Returns None for the other layout. Raises CheckpointError where some matrices have other bits or
-    groups."""
+def read(fields: ConfigFields) -> Quantization:
+    """Returns the layout of most matrices, with the other one where extra_config has matrices of other bits.
+    Raises CheckpointError for bits that are not supported and for groups of several sizes."""
     fields = ConfigFields({"packing_format": "auto_round:auto_gptq", **fields.values}, fields.where)
-    found, minus_one = PACKINGS[str(choice(fields, "packing_format", tuple(PACKINGS)))]
-    if found != layout:
-        return None
-    choice(fields, "bits", (4,))
-    choice(fields, "data_type", (None, "int"))
+    layouts, minus_one = PACKINGS[str(choice(fields, "packing_format", tuple(PACKINGS)))]
     choice(fields, "act_bits", (None, *PLAIN_BITS))
     choice(fields, "rotation_config", (None, {}))
     others = fields.get("extra_config") or {}
@@ -46,12 +34,27 @@ def _read(fields: ConfigFields, layout: str) -> Quantization | None:
         raise CheckpointError(
             f"{fields.where}: extra_config must have an object for each matrix, got {others!r:.80}"
         )
+    found = {_bits(fields, tuple(layouts)): None}
     for name, own in others.items():
         matrix = ConfigFields({**fields.values, **own}, f"{fields.where}: extra_config: {name!s:.80}")
-        if choice(matrix, "bits", (4, *PLAIN_BITS)) == 4:
-            choice(matrix, "data_type", (None, "int"))
+        if matrix.get("bits") not in PLAIN_BITS:
+            found[_bits(matrix, tuple(layouts))] = None
             choice(matrix, "group_size", (fields.get("group_size"),))
-    return Quantization(layout, 4, (1, group_size(fields)), zero_points=True, zeros_minus_one=minus_one)
+    block = (1, group_size(fields))
+    first, *more = (
+        Quantization(layouts[bits], bits, block, zero_points=bits == 4, zeros_minus_one=minus_one)
+        for bits in found
+    )
+    return replace(first, others=tuple(more))
+
+
+def _bits(fields: ConfigFields, allowed: tuple[int, ...]) -> int:
+    bits = choice(fields, "bits", allowed)
+    choice(fields, "data_type", (None, "int"))
+    if bits == 8:
+        choice(fields, "sym", (None, True))
+    assert isinstance(bits, int)
+    return bits
 
 
 def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
@@ -61,6 +64,7 @@ def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str
 
 
 GPTQ_LAYOUT = replace(
-    gptq.LAYOUT, name=GPTQ, quant_method=METHOD, read=read_gptq, tensors=gptq_tensors, unread=("g_idx",)
+    gptq.LAYOUT, name=GPTQ, quant_method=METHOD, read=read, tensors=gptq_tensors, unread=("g_idx",)
 )
-AWQ_LAYOUT = replace(awq.LAYOUT, name=AWQ, quant_method=METHOD, read=read_awq)
+GPTQ8_LAYOUT = replace(int8.GPTQ_LAYOUT, name=GPTQ8, quant_method=METHOD, read=read)
+AWQ_LAYOUT = replace(awq.LAYOUT, name=AWQ, quant_method=METHOD, read=read)

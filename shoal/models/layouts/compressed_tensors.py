@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
-NVFP4 = "nvfp4-pack-quantized"  # nvfp4.py
+NVFP4, INT8 = "nvfp4-pack-quantized", "int-quantized"  # nvfp4.py, int8.py
 NAIVE = "naive-quantized"  # float-quantized, as the format's first tools wrote fp8
 # What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
@@ -39,7 +39,7 @@ IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynami
 
 def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     """Returns the quantization of the weights, the same for all of them. None: another format."""
-    given = choice(fields, "format", (INT4, FP8, NAIVE, MXFP4, NVFP4))
+    given = choice(fields, "format", (INT4, FP8, NAIVE, MXFP4, NVFP4, INT8))
     if format != (FP8 if given == NAIVE else given):
         return None
     choice(fields, "quantization_status", (None, "compressed", *(("frozen",) if given == NAIVE else ())))
@@ -77,18 +77,17 @@ def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
         if format == NVFP4:
             choice(inputs, "num_bits", (4,))
             continue
-        if choice(inputs, "dynamic", (True, False) if format == FP8 else (True,)) is False:
+        if choice(inputs, "dynamic", (True, False) if format in (FP8, INT8) else (True,)) is False:
             choice(inputs, "strategy", ("tensor",))
-        choice(inputs, "type", ("float",))
+        choice(inputs, "type", ("int" if format == INT8 else "float",))
         choice(inputs, "num_bits", (8,))
     return ConfigFields(schemes[0], f"{fields.where}: weights")
 
 
 def read_int4(fields: ConfigFields) -> Quantization | None:
     weights = read_weights(fields, INT4)
-    if weights is None:
+    if weights is None or choice(weights, "num_bits", (4, 8)) == 8:
         return None
-    choice(weights, "num_bits", (4,))
     choice(weights, "type", ("int",))
     by_group = choice(weights, "strategy", ("group", "channel")) == "group"
     return Quantization(
@@ -209,6 +208,15 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -
 
 INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
 FP8_LAYOUT = Layout(
-    FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8, fp8_zeros, unread=INPUT_SCALES
+    FP8,
+    METHOD,
+    "weight_scale",
+    read_fp8,
+    fp8_shape,
+    fp8_tensors,
+    join_fp8,
+    fp8_zeros,
+    is_fp8=True,
+    unread=INPUT_SCALES,
 )
 MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, packed_shape, mxfp4_tensors, join_mxfp4)

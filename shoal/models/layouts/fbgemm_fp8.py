@@ -22,5 +22,6 @@ LAYOUT = Layout(
     fp8_tensors,
     join_fp8,
     fp8_zeros,
+    is_fp8=True,
     unread=("input_scale_ub",),
 )

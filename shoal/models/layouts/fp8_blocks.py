@@ -40,5 +40,14 @@ def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8T
 
 
 LAYOUT = Layout(
-    "fp8-blocks", "fp8", "weight_scale_inv", read, fp8_shape, tensors, join, fp8_zeros, unread=INPUT_SCALES
+    "fp8-blocks",
+    "fp8",
+    "weight_scale_inv",
+    read,
+    fp8_shape,
+    tensors,
+    join,
+    fp8_zeros,
+    is_fp8=True,
+    unread=INPUT_SCALES,
 )

@@ -19,22 +19,28 @@ if TYPE_CHECKING:
 ONES = 0x11111111  # eight times the 4-bit number 1
 
 
-def read(fields: ConfigFields) -> Quantization:
-    choice(fields, "bits", (4,))
-    choice(fields, "pack_dtype", (None, "int32"))
-    # Tools write the version under either name, or under both.
-    versions = {choice(fields, key, (None, "gptq", "gptq_v2")) for key in ("checkpoint_format", "format")}
-    versions.discard(None)
-    if len(versions) > 1:
-        raise CheckpointError(f"{fields.where}: checkpoint_format and format contradict each other")
+def read(fields: ConfigFields) -> Quantization | None:
+    if choice(fields, "bits", (4, 8)) == 8:
+        return None
     return Quantization(
         "gptq",
         4,
         (1, group_size(fields)),
         zero_points=True,
         act_order=fields.flag("desc_act"),
-        zeros_minus_one="gptq_v2" not in versions,
+        zeros_minus_one=is_first_version(fields),
     )
+
+
+def is_first_version(fields: ConfigFields) -> bool:
+    """Says if zero points are stored minus one."""
+    choice(fields, "pack_dtype", (None, "int32"))
+    # Tools write the version under either name, or under both.
+    versions = {choice(fields, key, (None, "gptq", "gptq_v2")) for key in ("checkpoint_format", "format")}
+    versions.discard(None)
+    if len(versions) > 1:
+        raise CheckpointError(f"{fields.where}: checkpoint_format and format contradict each other")
+    return "gptq_v2" not in versions
 
 
 def matrix_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

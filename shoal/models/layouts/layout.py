@@ -51,6 +51,7 @@ class Layout:
     # in an engine's memory, so one of zeros would not lie there alike.
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
     experts_only: bool = False  # all other matrices are plain
+    is_fp8: bool = False  # GPUs before Ada have no matmuls of it
     unread: tuple[str, ...] = ()  # suffixes of further tensors that a matrix may have
 
 
@@ -77,10 +78,17 @@ def made_up(
         if kind in HALVES:
             scales = torch.empty(shape, dtype=torch.float32, device=device)
             return scales.uniform_(0.0, 0.002, generator=generator)
+        if name == "qzeros" and quantization.bits == 8:
+            return (
+                torch.full(shape, 128 - quantization.zeros_minus_one, dtype=torch.int32, device=device)
+                * 0x01010101
+            )
         if kind == "I32":
             return torch.randint(
                 -(1 << 31), 1 << 31, shape, dtype=torch.int32, device=device, generator=generator
             )
+        if kind == "I8":
+            return torch.randint(-128, 128, shape, dtype=torch.int8, device=device, generator=generator)
         if kind == "F8_E4M3":
             plain = torch.empty(shape, dtype=torch.float32, device=device)
             return plain.uniform_(-20.0, 20.0, generator=generator).to(torch.float8_e4m3fn)

@@ -50,5 +50,6 @@ LAYOUT = Layout(
     tensors,
     join_fp8,
     fp8_zeros,
+    is_fp8=True,
     unread=INPUT_SCALES,
 )

@@ -93,6 +93,8 @@ def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
     }
     expected = stored.pop("expected")
     given = dict(quant_method="auto-round", bits=4, group_size=64, packing_format=name.partition(".")[0])
+    if name == "gptq 8":
+        given = dict(quant_method="gptq", bits=8, group_size=64, desc_act=False, sym=True)
     quantization = read_quantization(ConfigFields(dict(quantization_config=given), "config.json"))
     layout = BY_NAME[quantization.layout]
     shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
@@ -566,6 +568,7 @@ CHANGES = [
     (dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme"),
     (scheme(input_activations="fp8"), "input_activations 'fp8' is not an object"),
     (scheme(input_activations=dict(quantized.TOKEN, num_bits=4)), "input_activations: num_bits 4"),
+    (scheme(input_activations=quantized.INT8_TOKEN), "input_activations: type 'int'"),
     (scheme(output_activations=quantized.TOKEN), "output_activations"),
     (scheme(format="nvfp4-pack-quantized"), "group_0: format 'nvfp4-pack-quantized'"),
 ]
@@ -582,7 +585,9 @@ def test_a_config_that_is_not_supported_is_refused_by_name(change, says, tmp_pat
 
 
 METHODS = [
-    (dict(quant_method="gptq", bits=8, group_size=128), "bits 8"),
+    (dict(quant_method="gptq", bits=3, group_size=128), "bits 3"),
+    (dict(quant_method="gptq", bits=8, group_size=128, sym=False), "sym False"),
+    (dict(quant_method="gptq", bits=8, group_size=128, sym=True, desc_act=True), "desc_act True"),
     (dict(quant_method="gptq", bits=4, group_size=0), "group_size 0"),
     (dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="marlin"), "marlin"),
     (
@@ -600,6 +605,8 @@ METHODS = [
         "packing_format",
     ),
     (dict(quant_method="auto-round", bits=4, group_size=128, act_bits=8), "act_bits 8"),
+    (dict(quant_method="auto-round", bits=8, group_size=128, sym=False), "sym False"),
+    (dict(quant_method="auto-round", bits=8, group_size=128, packing_format="auto_round:auto_awq"), "bits 8"),
     (dict(quant_method="auto-round", bits=4, group_size=128, rotation_config={"a": 1}), "rotation_config"),
     (dict(quant_method="auto-round", bits=4, group_size=128, extra_config=[1]), "extra_config must have"),
     (
