@@ -140,7 +140,17 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_lo
 OPTIONS = dict(
     max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.1
 )
-KINDS = ["int4", "int4-zero-points", "int4-channel", "mxfp4", "nvfp4", *quantized.BY_INPUTS]
+PACKED_KINDS = (
+    "int4",
+    "int4-zero-points",
+    "int4-channel",
+    "int8",
+    "int8-channel",
+    "int8-gptq",
+    "mxfp4",
+    "nvfp4",
+)
+KINDS = [*PACKED_KINDS, *quantized.BY_INPUTS]
 
 
 def logprobs(path, prompts=PROMPTS, **options) -> tuple[list[list[int]], torch.Tensor]:
