@@ -214,6 +214,8 @@ BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-mode
 BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8-fbgemm": rows_of_fp8}
 BY_BLOCKS |= {"nvfp4-weights": nvfp4_of_weights, "int8-gptq": gptq_in_8_bits}
 AUTO_ROUND_MIXED = "auto-round-mixed"  # down in 8 bits, other matrices in 4
+# as compressed-tensors mixes formats: up and down in NVFP4, other matrices in fp8, the output head too
+MIXED_PRECISION = "mixed-precision"
 MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
 
@@ -253,6 +255,19 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":
         return dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+    if kind == MIXED_PRECISION:
+        groups = {}
+        for own in ("fp8-channel", "nvfp4"):
+            format, weights, activations = SCHEMES[own]
+            targets = [r"re:.*(up|down)_proj"] if own == "nvfp4" else [r"re:.*(q|k|v|o|gate)_proj", "lm_head"]
+            groups[own] = dict(format=format, targets=targets, weights=weights, input_activations=activations)
+        return dict(
+            quant_method="compressed-tensors",
+            format=kind,
+            quantization_status="compressed",
+            ignore=["re:.*norm"],
+            config_groups=groups,
+        )
     format, weights, activations = SCHEMES[kind]
     return dict(
         quant_method="compressed-tensors",
@@ -298,6 +313,10 @@ def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Te
             is_nvfp4 = "up_proj" in name or "down_proj" in name
             quantize = nvfp4_of_modelopt if is_nvfp4 else fp8_of_modelopt
             layers[module] = dict(quant_algo="NVFP4", group_size=16) if is_nvfp4 else dict(quant_algo="FP8")
+        if kind == MIXED_PRECISION:
+            quantize = partial(
+                compress, kind="nvfp4" if "up_proj" in name or "down_proj" in name else "fp8-channel"
+            )
         in_8_bits = kind == AUTO_ROUND_MIXED and "down_proj" in name
         parts, unpacked[name] = (gptq_in_8_bits if in_8_bits else quantize)(weight)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}

@@ -182,16 +182,16 @@ def _matrices(
     headers: Mapping[str, TensorHeader], quantization: Quantization
 ) -> dict[str, tuple[Quantization, dict[str, str]]]:
     """Each quantized matrix's layout, and its tensors by suffix, under its module's name."""
-    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    modules: dict[str, dict[str, TensorHeader]] = {}
     for name, header in headers.items():
         module, _, suffix = name.rpartition(".")
-        modules.setdefault(module, {})[suffix] = header.shape
+        modules.setdefault(module, {})[suffix] = header
     found = {}
-    for module, shapes in modules.items():
-        own = _quantization_of(shapes, quantization)
+    for module, stored_as in modules.items():
+        own = _quantization_of(stored_as, quantization)
         if own is None:
             continue
-        layout = BY_NAME[own.layout]
+        layout, shapes = BY_NAME[own.layout], {suffix: header.shape for suffix, header in stored_as.items()}
         if own.block[0] > 1 and shapes[layout.marker][:1] == shapes.get("weight", ())[:1]:
             own = replace(own, block=(1, own.block[1]))  # scales of `_crossed_blocks`
         try:
@@ -214,24 +214,26 @@ def _matrices(
     return found
 
 
-def _quantization_of(
-    shapes: Mapping[str, tuple[int, ...]], quantization: Quantization
-) -> Quantization | None:
-    """Returns the layout that these tensors are in. None: the matrix is plain. A later layout's marker may be
-    a tensor that an earlier layout has as well; if it is the same one, the shapes decide."""
-    found = [own for own in quantization.every if BY_NAME[own.layout].marker in shapes]
-    first = found[0] if found else None
-    alike = [own for own in found if BY_NAME[own.layout].marker == BY_NAME[found[0].layout].marker]
-    return next((own for own in alike if len(alike) > 1 and _has_shapes(shapes, own)), first)
+def _quantization_of(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Quantization | None:
+    """Returns the layout that these tensors are in. None: the matrix is plain. Where a matrix has the markers
+    of several layouts, shapes and types decide."""
+    found = [own for own in quantization.every if BY_NAME[own.layout].marker in tensors]
+    if len(found) < 2:
+        return found[0] if found else None
+    return next((own for own in found if _fits(tensors, own)), found[0])
 
 
-def _has_shapes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> bool:
+def _fits(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> bool:
     layout = BY_NAME[quantization.layout]
     try:
-        stored = layout.tensors(*layout.matrix_shape(shapes), quantization)
+        shape = layout.matrix_shape({suffix: header.shape for suffix, header in tensors.items()})
+        stored = layout.tensors(*shape, quantization)
     except (KeyError, ValueError, CheckpointError):
         return False
-    return all(shapes.get(suffix) == own.shape for suffix, own in stored.items())
+    return all(
+        suffix in tensors and tensors[suffix].shape == own.shape and tensors[suffix].dtype in own.dtypes
+        for suffix, own in stored.items()
+    )
 
 
 def _check(name: str, header: TensorHeader | None, expected: Stored, quantization: Quantization) -> None:

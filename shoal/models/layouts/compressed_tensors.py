@@ -6,7 +6,7 @@ activations in fp8 are not used: activations are scaled token by token."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
@@ -18,6 +18,7 @@ from shoal.models.layouts.layout import (
     Stored,
     choice,
     group_size,
+    joined,
     num_groups,
     unpack,
 )
@@ -33,15 +34,14 @@ METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
 NVFP4, INT8 = "nvfp4-pack-quantized", "int-quantized"  # nvfp4.py, int8.py
 NAIVE = "naive-quantized"  # float-quantized, as the format's first tools wrote fp8
+FORMATS, MIXED = (INT4, FP8, NAIVE, MXFP4, NVFP4, INT8), "mixed-precision"
 # What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 
-def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
-    """Returns the quantization of the weights, the same for all of them. None: another format."""
-    given = choice(fields, "format", (INT4, FP8, NAIVE, MXFP4, NVFP4, INT8))
-    if format != (FP8 if given == NAIVE else given):
-        return None
+def read_weights(fields: ConfigFields, format: str) -> list[ConfigFields]:
+    """Returns how the groups of matrices in this format are quantized."""
+    given = choice(fields, "format", (*FORMATS, MIXED))
     choice(fields, "quantization_status", (None, "compressed", *(("frozen",) if given == NAIVE else ())))
     sparsity = fields.get("sparsity_config")
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":  # "dense": nothing is left out
@@ -58,15 +58,16 @@ def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{fields.where}: config_groups {groups!r:.80} says nothing about weights")
-    schemes: list[Any] = [group.get("weights") for group in groups.values()]
-    if any(scheme != schemes[0] for scheme in schemes) or not isinstance(schemes[0], dict):
-        raise CheckpointError(
-            f"{fields.where}: config_groups quantizes weights in {len(schemes)} ways, and one is "
-            f"supported: {schemes!r:.200}"
-        )
+    found = []
     for name, group in groups.items():
         own = ConfigFields(group, f"{fields.where}: {name}")
-        choice(own, "format", (None, given))
+        own_format = choice(own, "format", FORMATS if given == MIXED else (None, given)) or given
+        if format != (FP8 if own_format == NAIVE else own_format):
+            continue
+        weights = own.get("weights")
+        if not isinstance(weights, dict):
+            raise CheckpointError(f"{own.where}: weights {weights!r:.80} is not an object")
+        found.append(ConfigFields(weights, f"{own.where}: weights"))
         choice(own, "output_activations", (None,))
         activations = own.get("input_activations")
         if activations is None:
@@ -81,13 +82,15 @@ def read_weights(fields: ConfigFields, format: str) -> ConfigFields | None:
             choice(inputs, "strategy", ("tensor",))
         choice(inputs, "type", ("int" if format == INT8 else "float",))
         choice(inputs, "num_bits", (8,))
-    return ConfigFields(schemes[0], f"{fields.where}: weights")
+    return found
 
 
 def read_int4(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, INT4)
-    if weights is None or choice(weights, "num_bits", (4, 8)) == 8:
-        return None
+    groups = read_weights(fields, INT4)
+    return joined(_int4(weights) for weights in groups if choice(weights, "num_bits", (4, 8)) == 4)
+
+
+def _int4(weights: ConfigFields) -> Quantization:
     choice(weights, "type", ("int",))
     by_group = choice(weights, "strategy", ("group", "channel")) == "group"
     return Quantization(
@@ -131,9 +134,10 @@ def join_int4(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
 
 
 def read_fp8(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, FP8)
-    if weights is None:
-        return None
+    return joined(map(_fp8, read_weights(fields, FP8)))
+
+
+def _fp8(weights: ConfigFields) -> Quantization:
     choice(weights, "num_bits", (8,))
     choice(weights, "type", ("float",))
     choice(weights, "symmetric", (None, True))
@@ -176,9 +180,10 @@ def fp8_zeros(outs: int, inputs: int, quantization: Quantization, device: torch.
 
 
 def read_mxfp4(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, MXFP4)
-    if weights is None:
-        return None
+    return joined(map(_mxfp4, read_weights(fields, MXFP4)))
+
+
+def _mxfp4(weights: ConfigFields) -> Quantization:
     choice(weights, "num_bits", (4,))
     choice(weights, "type", ("float",))
     choice(weights, "strategy", ("group",))

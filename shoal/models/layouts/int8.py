@@ -20,7 +20,16 @@ from shoal.models.layouts.compressed_tensors import (
     read_weights,
 )
 from shoal.models.layouts.gptq import is_first_version
-from shoal.models.layouts.layout import HALVES, INPUT_SCALES, Layout, Stored, choice, group_size, num_groups
+from shoal.models.layouts.layout import (
+    HALVES,
+    INPUT_SCALES,
+    Layout,
+    Stored,
+    choice,
+    group_size,
+    joined,
+    num_groups,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +50,12 @@ def read_gptq(fields: ConfigFields) -> Quantization | None:
 
 
 def read_packed(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, INT4)
-    return None if weights is None or weights.get("num_bits") != 8 else _read(weights, "packed-int8")
+    groups = read_weights(fields, INT4)
+    return joined(_read(weights, "packed-int8") for weights in groups if weights.get("num_bits") == 8)
 
 
 def read_plain(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, INT8)
-    return None if weights is None else _read(weights, INT8)
+    return joined(_read(weights, INT8) for weights in read_weights(fields, INT8))
 
 
 def _read(weights: ConfigFields, layout: str) -> Quantization:

@@ -6,8 +6,8 @@ file like these and a line in registry.py. No torch: `join` imports what it need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import CheckpointError
@@ -39,8 +39,8 @@ class Layout:
     name: str
     quant_method: str  # as config.json names it
     marker: str  # a matrix is stored so if there is a tensor `<its name>.<marker>`
-    # From the quantization_config to what it says. None: it is another layout of the same method. Raises
-    # CheckpointError for what is contradictory or not supported.
+    # From the quantization_config to what it says of this layout. None: it has other layouts of the same
+    # method alone. Raises CheckpointError for what is contradictory or not supported.
     read: Callable[[ConfigFields], Quantization | None]
     # From the shapes of the tensors that are there, by suffix, to the matrix's [outs, inputs].
     matrix_shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int]]
@@ -53,6 +53,12 @@ class Layout:
     experts_only: bool = False  # all other matrices are plain
     is_fp8: bool = False  # GPUs before Ada have no matmuls of it
     unread: tuple[str, ...] = ()  # suffixes of further tensors that a matrix may have
+
+
+def joined(found: Iterable[Quantization]) -> Quantization | None:
+    """Returns the first of these with the others, each once; None for none."""
+    every = [*dict.fromkeys(replace(own, others=()) for one in found for own in one.every)]
+    return replace(every[0], others=tuple(every[1:])) if every else None
 
 
 def made_up(

@@ -10,7 +10,6 @@ from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros, join_f
 from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
-MODELOPT_FP8 = Quantization("modelopt-fp8", 8, (0, 0))
 
 
 def modelopt_algorithms(fields: ConfigFields) -> set[str]:
@@ -34,7 +33,7 @@ def modelopt_algorithms(fields: ConfigFields) -> set[str]:
 
 
 def read(fields: ConfigFields) -> Quantization | None:
-    return MODELOPT_FP8 if modelopt_algorithms(fields) == {"FP8"} else None
+    return Quantization("modelopt-fp8", 8, (0, 0)) if "FP8" in modelopt_algorithms(fields) else None
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import METHOD, NVFP4, packed_shape, read_weights
-from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice, num_groups
-from shoal.models.layouts.modelopt_fp8 import MODELOPT_FP8, modelopt_algorithms
+from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice, joined, num_groups
+from shoal.models.layouts.modelopt_fp8 import modelopt_algorithms
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,10 @@ GROUP = 16
 
 
 def read_packed(fields: ConfigFields) -> Quantization | None:
-    weights = read_weights(fields, NVFP4)
-    if weights is None:
-        return None
+    return joined(map(_packed, read_weights(fields, NVFP4)))
+
+
+def _packed(weights: ConfigFields) -> Quantization:
     choice(weights, "num_bits", (4,))
     choice(weights, "type", ("float",))
     choice(weights, "strategy", ("tensor_group", "group"))
@@ -33,11 +34,8 @@ def read_packed(fields: ConfigFields) -> Quantization | None:
 
 
 def read_modelopt(fields: ConfigFields) -> Quantization | None:
-    algorithms = modelopt_algorithms(fields)
-    if algorithms == {"FP8"}:
-        return None
-    others = (MODELOPT_FP8,) if "FP8" in algorithms else ()
-    return Quantization("modelopt-nvfp4", 4, (1, GROUP), others=others)
+    is_there = modelopt_algorithms(fields) != {"FP8"}
+    return Quantization("modelopt-nvfp4", 4, (1, GROUP)) if is_there else None
 
 
 def modelopt_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

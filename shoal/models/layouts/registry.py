@@ -17,7 +17,7 @@ from shoal.models.layouts import (
     mxfp4,
     nvfp4,
 )
-from shoal.models.layouts.layout import Layout
+from shoal.models.layouts.layout import Layout, joined
 
 LAYOUTS = (
     awq.LAYOUT,
@@ -58,9 +58,9 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
         raise CheckpointError(f"{fields.where}: {key} {values!r:.80} is not an object")
     method = values.get("quant_method")
     own = ConfigFields(values, f"{fields.where}: {key}")
-    for layout in LAYOUTS:
-        if layout.quant_method == method and (found := layout.read(own)) is not None:
-            return found
+    read = [layout.read(own) for layout in LAYOUTS if layout.quant_method == method]
+    if (found := joined(one for one in read if one is not None)) is not None:
+        return found
     supported = ", ".join(dict.fromkeys(layout.quant_method for layout in LAYOUTS))
     raise CheckpointError(
         f"{fields.where}: quant_method {method!r:.80} ({key}) is not supported; these are: {supported}. Use "

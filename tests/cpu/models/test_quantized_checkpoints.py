@@ -369,7 +369,8 @@ MAMBA = [
 ]
 CASES = [(name, kind) for name in FAMILIES if name not in dict(MAMBA) for kind in FORMS] + MAMBA
 CASES += [(name, kind) for name in ("qwen3.5", "qwen3.5-moe-text") for kind in ("nvfp4", "nvfp4-modelopt")]
-CASES.append(("qwen3.5-moe-text", quantized.MIXED))
+CASES += [("qwen3.5-moe-text", quantized.MIXED), ("qwen3.5-moe-text", quantized.MIXED_PRECISION)]
+CASES += [("gemma3", quantized.MIXED_PRECISION)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -382,7 +383,7 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     written = json.loads((tmp_path / "packed/config.json").read_text())
     del written["quantization_config"]
     (plain / "config.json").write_text(json.dumps(written))
-    dtype = "auto" if kind.startswith("fp8") or kind == quantized.MIXED else "float32"
+    dtype = "auto" if kind.startswith("fp8") or kind.startswith(("mixed", quantized.MIXED)) else "float32"
     options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path / "packed"), **options) as llm:
@@ -676,6 +677,34 @@ def test_missing_scales_and_wrong_shapes_are_refused_before_anything_is_loaded(k
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=says):
         check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_a_head_in_fp8_stands_beside_matrices_in_nvfp4(tmp_path):
+    """unsloth's NVFP4 checkpoints of Qwen3.6 and 3.8 are so, and were refused as quantized in two ways."""
+    plain = transformers.Qwen3Config(**quantized.SIZES, tie_word_embeddings=False)
+    unpacked = quantized.write(folder := tmp_path, quantized.MIXED_PRECISION, plain)
+    stored = load_file(folder / "model.safetensors")
+    parts, head = quantized.compress(stored.pop("lm_head.weight"), "fp8-channel")
+    unpacked["lm_head.weight"] = head
+    save_file(
+        stored | {f"lm_head.{suffix}": tensor for suffix, tensor in parts.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    quantization = CheckpointFiles(folder).config.quantization
+    assert [own.layout for own in quantization.every] == ["float-quantized", "nvfp4-pack-quantized"]
+    oracle = transformers.AutoModelForCausalLM.from_config(plain, attn_implementation="eager").float().eval()
+    oracle.load_state_dict(unpacked)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    for dtype in ("auto", "float32"):
+        with LLM(str(folder), device="cpu", dtype=dtype, max_model_len=64) as llm:
+            (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+        for i, position in enumerate(output.prompt_logprobs[1:]):
+            for token, found in position.items():
+                want = expected[i, token].item()
+                assert abs(found.logprob - want) < 2e-3 * (1 - want / 4)
 
 
 def test_each_method_may_be_named_on_the_command_line():
