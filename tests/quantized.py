@@ -70,6 +70,11 @@ SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
         ),
         None,
     ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        FP8 | dict(strategy="group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+        None,
+    ),
     "nvfp4": (
         "nvfp4-pack-quantized",
         dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True),
@@ -213,6 +218,7 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
 BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-modelopt": nvfp4_of_modelopt}
 BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8-fbgemm": rows_of_fp8}
 BY_BLOCKS |= {"nvfp4-weights": nvfp4_of_weights, "int8-gptq": gptq_in_8_bits}
+BY_BLOCKS["mxfp8-modelopt"] = partial(compress, kind="mxfp8")
 AUTO_ROUND_MIXED = "auto-round-mixed"  # down in 8 bits, other matrices in 4
 # as compressed-tensors mixes formats: up and down in NVFP4, other matrices in fp8, the output head too
 MIXED_PRECISION = "mixed-precision"
@@ -245,6 +251,8 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
     if kind == "int8-gptq":
         return dict(quant_method="gptq", bits=8, group_size=GROUP, desc_act=False, sym=True)
+    if kind == "mxfp8-modelopt":
+        return dict(quant_method="modelopt", quant_algo="MXFP8", ignore=["lm_head"])
     if kind == "nvfp4-weights":
         return dict(quant_method="modelopt", quant_algo="W4A16_NVFP4", ignore=["lm_head"])
     if kind == "fp8-auto":  # whether the files have scales of inputs or not

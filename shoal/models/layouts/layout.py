@@ -98,7 +98,7 @@ def made_up(
         if kind == "F8_E4M3":
             plain = torch.empty(shape, dtype=torch.float32, device=device)
             return plain.uniform_(-20.0, 20.0, generator=generator).to(torch.float8_e4m3fn)
-        # exponents of mxfp4 around 2^-8
+        # exponents of mxfp4 and mxfp8 around 2^-8
         low, high = (116, 121) if name in ("weight_scale", "scales") else (0, 256)
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
 

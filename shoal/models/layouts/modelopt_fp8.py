@@ -9,7 +9,7 @@ from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.compressed_tensors import fp8_shape, fp8_zeros, join_fp8
 from shoal.models.layouts.layout import INPUT_SCALES, ONE, Layout, Stored, choice
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MXFP8")
 
 
 def modelopt_algorithms(fields: ConfigFields) -> set[str]:

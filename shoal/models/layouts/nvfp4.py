@@ -34,7 +34,7 @@ def _packed(weights: ConfigFields) -> Quantization:
 
 
 def read_modelopt(fields: ConfigFields) -> Quantization | None:
-    is_there = modelopt_algorithms(fields) != {"FP8"}
+    is_there = bool(modelopt_algorithms(fields) & {"NVFP4", "W4A16_NVFP4"})
     return Quantization("modelopt-nvfp4", 4, (1, GROUP)) if is_there else None
 
 

@@ -15,6 +15,7 @@ from shoal.models.layouts import (
     int8,
     modelopt_fp8,
     mxfp4,
+    mxfp8,
     nvfp4,
 )
 from shoal.models.layouts.layout import Layout, joined
@@ -31,12 +32,14 @@ LAYOUTS = (
     int8.PLAIN_LAYOUT,
     compressed_tensors.FP8_LAYOUT,
     compressed_tensors.MXFP4_LAYOUT,
+    mxfp8.LAYOUT,
     nvfp4.PACKED_LAYOUT,
     fp8_blocks.LAYOUT,
     fbgemm_fp8.LAYOUT,
     mxfp4.LAYOUT,
     nvfp4.MODELOPT_LAYOUT,
     modelopt_fp8.LAYOUT,
+    mxfp8.MODELOPT_LAYOUT,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 
