@@ -159,6 +159,8 @@ ARCHITECTURE = Architecture(
     tensors={
         "experts.gate_up_proj": Stack(("beside.experts.{}.gate_proj", "beside.experts.{}.up_proj")),
         "experts.down_proj": Stack(("beside.experts.{}.down_proj",)),
+        "experts.{}": "beside.experts.{}",  # quantized by llm-compressor and ModelOpt
+        "moe.experts.{}": "beside.experts.{}",  # and by earlier ones
         **{name: f"beside.{name}" for name in BESIDE},
         **{name: f"per_layer.{name}" for name in PER_LAYER},
     },

@@ -503,29 +503,48 @@ def test_one_scale_may_be_that_of_all_experts(tmp_path):
         assert torch.equal(found[name].dequantize(), unpacked[name])
 
 
-def test_each_expert_of_llama_4_may_be_a_matrix_of_its_own(tmp_path):
-    """Regression: Llama 4 Maverick in fp8 and all that llm-compressor makes of Llama 4 were refused: experts have
-    tensors of their own there, not one for all."""
-    folder = write_family(tmp_path, "llama4", **WIDE, intermediate_size_mlp=384)
+@pytest.mark.parametrize(
+    "name, room",
+    [
+        ("llama4", "experts"),
+        ("gemma4-experts", "experts"),
+        ("gemma4-experts", "moe.experts"),
+        ("mistral4", "experts"),
+        ("qwen3-vl-moe-saved", "experts"),
+        ("qwen3.5-moe", "experts"),
+    ],
+)
+def test_experts_that_are_published_in_one_tensor_are_quantized_one_by_one(name, room, tmp_path):
+    """Regression: Gemma 4 26B in NVFP4, and Llama 4 Maverick in fp8 and all that llm-compressor makes of Llama 4, were
+    refused: experts have tensors of their own there, not one for all."""
+    folder = write_family(tmp_path, name)
     weights, plain = load_file(folder / "model.safetensors"), {}
     for key, weight in weights.items():
-        name, _, stack = key.partition(".experts.")
-        for expert, own in enumerate(weight) if stack else ():
-            parts = own.T.chunk(2) if stack == "gate_up_proj" else [own.T]
-            names = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
-            plain |= {f"{name}.experts.{expert}.{n}.weight": p.contiguous() for n, p in zip(names, parts)}
-        if not stack:
+        before, _, stack = key.partition(".experts.")
+        if not stack or weight.dim() < 3:
             plain[key] = weight
+            continue
+        for expert, own in enumerate(weight.transpose(1, 2) if name == "llama4" else weight):
+            parts = ("gate_proj", "up_proj") if stack.startswith("gate_up_proj") else ("down_proj",)
+            for part, matrix in zip(parts, own.chunk(len(parts))):
+                plain[f"{before}.{room}.{expert}.{part}.weight"] = matrix.contiguous()
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     unpacked = quantized.repack(folder, "fp8-channel")
     files = CheckpointFiles(folder)
     check_shapes(files)
-    found = dict(checkpoint_tensors(files))
-    experts = [name for name in unpacked if ".experts." in name]
-    assert len(experts) == 2 * 4 * 3
-    for name in experts:
-        own = found[name.replace("feed_forward", "mlp")]
-        assert torch.equal(own.dequantize(), unpacked[name])
+    found = {}
+    for key, tensor in checkpoint_tensors(files):
+        if (
+            expert := re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight", key)
+        ) is not None:
+            found[expert.groups()] = tensor.dequantize()
+    wanted = {}
+    for key, tensor in unpacked.items():
+        if (expert := re.fullmatch(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight", key)) is not None:
+            wanted[expert.groups()] = tensor
+    assert wanted and found.keys() == wanted.keys()
+    for expert, tensor in wanted.items():
+        assert torch.equal(found[expert], tensor), expert
 
 
 # Bad input
