@@ -43,7 +43,7 @@ IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynami
 def read_weights(fields: ConfigFields, format: str) -> list[ConfigFields]:
     """Returns how the groups of matrices in this format are quantized."""
     given = choice(fields, "format", (*FORMATS, MIXED))
-    choice(fields, "quantization_status", (None, "compressed", *(("frozen",) if given == NAIVE else ())))
+    choice(fields, "quantization_status", (None, "compressed", "frozen"))
     sparsity = fields.get("sparsity_config")
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":  # "dense": nothing is left out
         choice(fields, "sparsity_config", (None, {}))

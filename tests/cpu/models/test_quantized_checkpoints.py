@@ -399,6 +399,7 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     [
         ("fp8-blocks", dict(fmt="float8_e4m3fn")),
         ("fp8-channel", dict(format="naive-quantized", quantization_status="frozen")),
+        ("int8-channel", dict(quantization_status="frozen")),
         ("fp8-channel", dict(sparsity_config=dict(format="dense", sparsity_structure="unstructured"))),
     ],
 )
