@@ -9,7 +9,7 @@ from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts import awq, gptq, int8
-from shoal.models.layouts.layout import Stored, choice, group_size
+from shoal.models.layouts.layout import Layout, Stored, choice, group_size
 
 METHOD, GPTQ, GPTQ8, AWQ = "auto-round", "auto-round-gptq", "auto-round-gptq-int8", "auto-round-awq"
 # packing_format -> the layout of each number of bits, and whether zero points are stored minus one
@@ -57,14 +57,17 @@ def _bits(fields: ConfigFields, allowed: tuple[int, ...]) -> int:
     return bits
 
 
-def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    stored = gptq.tensors(outs, inputs, quantization)
-    del stored["g_idx"]  # Inputs are in order, and only some versions say so.
-    return stored
+def _without_groups(layout: Layout, name: str) -> Layout:
+    """GPTQ's layout without g_idx: inputs are in order, and only some versions say so."""
+
+    def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
+        stored = layout.tensors(outs, inputs, quantization)
+        del stored["g_idx"]
+        return stored
+
+    return replace(layout, name=name, quant_method=METHOD, read=read, tensors=tensors, unread=("g_idx",))
 
 
-GPTQ_LAYOUT = replace(
-    gptq.LAYOUT, name=GPTQ, quant_method=METHOD, read=read, tensors=gptq_tensors, unread=("g_idx",)
-)
-GPTQ8_LAYOUT = replace(int8.GPTQ_LAYOUT, name=GPTQ8, quant_method=METHOD, read=read)
+GPTQ_LAYOUT = _without_groups(gptq.LAYOUT, GPTQ)
+GPTQ8_LAYOUT = _without_groups(int8.GPTQ_LAYOUT, GPTQ8)
 AWQ_LAYOUT = replace(awq.LAYOUT, name=AWQ, quant_method=METHOD, read=read)

@@ -80,6 +80,7 @@ def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str
         "qweight": Stored((inputs // 4, outs), ("I32",)),
         "qzeros": Stored((groups, outs // 4), ("I32",)),
         "scales": Stored((groups, outs), HALVES),
+        "g_idx": Stored((inputs,), ("I32",)),
     }
 
 
@@ -104,6 +105,10 @@ def join_gptq(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
     zeros = _bytes(stored["qzeros"], 1)
     if bool((zeros != ZERO - quantization.zeros_minus_one).any()):
         raise CheckpointError("qzeros has zero points, but sym is true in the config; is it another one's?")
+    if (groups := stored.get("g_idx")) is not None and bool((groups.diff() < 0).any()):
+        raise CheckpointError(
+            "g_idx puts inputs into groups out of order, but desc_act is false in the config"
+        )
     return _joined((_bytes(stored["qweight"], 0) ^ ZERO).T, stored["scales"].T)
 
 
@@ -148,9 +153,7 @@ def _joined(quants_OI: torch.Tensor, scales: torch.Tensor) -> GGUFTensor:
     return GGUFTensor("Q8_0", (outs, inputs), data)
 
 
-GPTQ_LAYOUT = Layout(
-    "gptq-int8", "gptq", "qweight", read_gptq, gptq_shape, gptq_tensors, join_gptq, unread=("g_idx",)
-)
+GPTQ_LAYOUT = Layout("gptq-int8", "gptq", "qweight", read_gptq, gptq_shape, gptq_tensors, join_gptq)
 PACKED_LAYOUT = Layout(
     "packed-int8", METHOD, "weight_packed", read_packed, packed_shape, packed_tensors, join_packed
 )

@@ -93,8 +93,9 @@ def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
     }
     expected = stored.pop("expected")
     given = dict(quant_method="auto-round", bits=4, group_size=64, packing_format=name.partition(".")[0])
-    if name == "gptq 8":
+    if name == "gptq 8":  # as GPTQModel stores it, which has g_idx, too
         given = dict(quant_method="gptq", bits=8, group_size=64, desc_act=False, sym=True)
+        stored["g_idx"] = torch.arange(128, dtype=torch.int32) // 64
     quantization = read_quantization(ConfigFields(dict(quantization_config=given), "config.json"))
     layout = BY_NAME[quantization.layout]
     shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
@@ -128,6 +129,10 @@ def test_groups_out_of_order_contradict_a_config_without_act_order():
     stored = {key.rpartition(".")[2]: t for key, t in GPTQMODEL.items() if key.startswith("gptq_act_order.")}
     with pytest.raises(CheckpointError, match="desc_act is false"):
         BY_NAME["gptq"].join(stored, MATRICES["gptq"])
+    parts, _ = quantized.gptq_in_8_bits(torch.randn(32, 256))
+    parts["g_idx"] = parts["g_idx"].flip(0)
+    with pytest.raises(CheckpointError, match="desc_act is false"):
+        BY_NAME["gptq-int8"].join(parts, Quantization("gptq-int8", 8, (1, 128), zeros_minus_one=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
