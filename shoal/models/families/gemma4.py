@@ -160,7 +160,8 @@ ARCHITECTURE = Architecture(
         "experts.gate_up_proj": Stack(("beside.experts.{}.gate_proj", "beside.experts.{}.up_proj")),
         "experts.down_proj": Stack(("beside.experts.{}.down_proj",)),
         "experts.{}": "beside.experts.{}",  # quantized by llm-compressor and ModelOpt
-        "moe.experts.{}": "beside.experts.{}",  # and by earlier ones
+        "moe.experts.{}": "beside.experts.{}",  # and with transformers' first names
+        "moe.per_expert_scale": "beside.router.per_expert_scale",
         **{name: f"beside.{name}" for name in BESIDE},
         **{name: f"per_layer.{name}" for name in PER_LAYER},
     },
