@@ -157,17 +157,18 @@ def fp8_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {name: stored[own] for name, own in names.items()}, unpacked
 
 
-def gptq_in_8_bits(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def gptq_in_8_bits(weight: torch.Tensor, group: int = GROUP) -> tuple[Tensors, torch.Tensor]:
     """As GPTQModel stores a matrix in 8 bits: four inputs in an int32, zero points of 128 less one."""
-    groups = weight.unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(2) / 127).half()
-    quants = (groups / scales.float().unsqueeze(2)).round().clamp(-127, 127)
-    four = (quants.flatten(1).T.to(torch.int64) + 128).unflatten(0, (-1, 4))
+    groups = torch.arange(weight.shape[1]) // group
+    scales = torch.stack([part.abs().amax(1) for part in weight.split(group, dim=1)], 1).div(127).half()
+    of_each = scales.float()[:, groups]
+    quants = (weight / of_each).round().clamp(-127, 127)
+    four = (quants.T.to(torch.int64) + 128).unflatten(0, (-1, 4))
     words = (four << torch.tensor([0, 8, 16, 24]).view(1, 4, 1)).sum(1).to(torch.uint32).view(torch.int32)
     zeros = torch.full((scales.shape[1], len(weight) // 4), 0x7F7F7F7F, dtype=torch.int32)
     stored = {"qweight": words.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous()}
-    stored["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
-    return stored, (quants * scales.float().unsqueeze(2)).flatten(1)
+    stored["g_idx"] = groups.int()
+    return stored, quants * of_each
 
 
 def rows_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -193,15 +194,15 @@ def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range
     return words
 
 
-def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+def by_inputs(weight: torch.Tensor, kind: str, group: int = GROUP) -> tuple[Tensors, torch.Tensor]:
     """As AutoAWQ and GPTQModel store a matrix, inputs first. With act-order, inputs are in random groups."""
     inputs = weight.shape[1]
-    groups = torch.arange(inputs) // GROUP
+    groups = torch.arange(inputs) // group
     if kind == "gptq-act-order":
         # Matrices that are multiplied with the same activations have the same order.
         groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
-    in_order = weight[:, groups.argsort(stable=True)].unflatten(1, (-1, GROUP))
-    low, high = in_order.amin(2), in_order.amax(2)
+    in_order = weight[:, groups.argsort(stable=True)].split(group, dim=1)
+    low, high = (torch.stack([edge(part, 1) for part in in_order], 1) for edge in (torch.amin, torch.amax))
     scales = ((high - low) / 15).half()
     zeros = (-low / scales.float()).round().clamp(1, 15)
     quants = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
+from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, of_whole_groups, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def matrix_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = num_groups(inputs, quantization.block[1])
+    groups = -(-inputs // (quantization.block[1] or inputs))  # the last one may be cut short
     return {
         "qweight": Stored((inputs // 8, outs), ("I32",)),
         "qzeros": Stored((groups, outs // 8), ("I32",)),
@@ -58,14 +58,24 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
     }
 
 
+def is_in_order(groups: torch.Tensor, size: int) -> bool:
+    import torch
+
+    return torch.equal(groups.long(), torch.arange(len(groups)) // (size or len(groups)))
+
+
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
     from shoal.kernels.quant.int4_tensor import Int4Tensor
 
     # The first version stores zero points less one, by a subtraction from the whole int32: a zero point of 0
     # borrows from its neighbour, and the sum gives that back.
     words = stored["qzeros"] + ONES if quantization.zeros_minus_one else stored["qzeros"]
-    quants, zeros = unpack(stored["qweight"], 0).T, unpack(words, 1).T
-    tensor = Int4Tensor.of(quants, stored["scales"].T, zeros, stored.get("g_idx"))
+    quants, zeros, scales = unpack(stored["qweight"], 0).T, unpack(words, 1).T, stored["scales"].T
+    groups, inputs, size = stored.get("g_idx"), quants.shape[1], quantization.block[1]
+    if groups is None or is_in_order(groups, size):
+        zeros, scales = (of_whole_groups(numbers, inputs, size) for numbers in (zeros, scales))
+        groups = None
+    tensor = Int4Tensor.of(quants, scales, zeros, groups)
     if tensor.groups is not None and not quantization.act_order:
         raise CheckpointError(
             "g_idx puts inputs into groups out of order, but desc_act is false in the config; is it another "

@@ -19,7 +19,7 @@ from shoal.models.layouts.compressed_tensors import (
     fp8_tensors,
     read_weights,
 )
-from shoal.models.layouts.gptq import is_first_version
+from shoal.models.layouts.gptq import is_first_version, is_in_order
 from shoal.models.layouts.layout import (
     HALVES,
     INPUT_SCALES,
@@ -28,7 +28,7 @@ from shoal.models.layouts.layout import (
     choice,
     group_size,
     joined,
-    num_groups,
+    of_whole_groups,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def gptq_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = num_groups(inputs, quantization.block[1])
+    groups = -(-inputs // (quantization.block[1] or inputs))
     return {
         "qweight": Stored((inputs // 4, outs), ("I32",)),
         "qzeros": Stored((groups, outs // 4), ("I32",)),
@@ -105,11 +105,13 @@ def join_gptq(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
     zeros = _bytes(stored["qzeros"], 1)
     if bool((zeros != ZERO - quantization.zeros_minus_one).any()):
         raise CheckpointError("qzeros has zero points, but sym is true in the config; is it another one's?")
-    if (groups := stored.get("g_idx")) is not None and bool((groups.diff() < 0).any()):
+    groups, size = stored.get("g_idx"), quantization.block[1]
+    if groups is not None and not is_in_order(groups, size):
         raise CheckpointError(
             "g_idx puts inputs into groups out of order, but desc_act is false in the config"
         )
-    return _joined((_bytes(stored["qweight"], 0) ^ ZERO).T, stored["scales"].T)
+    quants = (_bytes(stored["qweight"], 0) ^ ZERO).T
+    return _joined(quants, of_whole_groups(stored["scales"].T, quants.shape[1], size))
 
 
 def join_packed(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> GGUFTensor:

@@ -6,6 +6,7 @@ file like these and a line in registry.py. No torch: `join` imports what it need
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,6 +127,15 @@ def num_groups(inputs: int, size: int) -> int:
     if inputs % size:
         raise CheckpointError(f"{inputs} inputs are not whole groups of {size}, the group_size")
     return inputs // size
+
+
+def of_whole_groups(numbers_OG: torch.Tensor, inputs: int, size: int) -> torch.Tensor:
+    """Numbers of groups of `size` inputs, the last of which may be cut short, as those of the largest groups
+    that the inputs are whole ones of."""
+    if not size or inputs % size == 0:
+        return numbers_OG
+    whole = math.gcd(inputs, size)
+    return numbers_OG.repeat_interleave(size // whole, dim=1)[:, : inputs // whole]
 
 
 def unpack(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

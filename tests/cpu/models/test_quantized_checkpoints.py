@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,27 @@ def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
     assert layout.matrix_shape(shapes) == expected.shape
     assert {s: own.shape for s, own in layout.tensors(*expected.shape, quantization).items()} == shapes
     assert torch.equal(layout.join(stored, quantization).dequantize(torch.float16), expected)
+
+
+@pytest.mark.parametrize("group, inputs", [(128, 704), (64, 96)])
+@pytest.mark.parametrize("name", ["gptq", "gptq-int8", "auto-round-gptq"])
+def test_the_last_group_of_gptq_may_be_cut_short(name, group, inputs):
+    """Experts of Gemma 4 26B have 704 inputs, which AutoRound and GPTQModel divide into 6 groups."""
+    print("seed", torch.manual_seed(8).initial_seed())
+    weight, bits = torch.randn(16, inputs), 8 if name == "gptq-int8" else 4
+    in_bits = quantized.gptq_in_8_bits if bits == 8 else partial(quantized.by_inputs, kind="gptq")
+    stored, unpacked = in_bits(weight, group=group)
+    if name.startswith("auto"):
+        del stored["g_idx"]
+    quantization = Quantization(name, bits, (1, group), zero_points=bits == 4, zeros_minus_one=True)
+    shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
+    found = {suffix: own.shape for suffix, own in BY_NAME[name].tensors(16, inputs, quantization).items()}
+    assert found == shapes
+    tensor = BY_NAME[name].join(stored, quantization)
+    assert torch.equal(tensor.dequantize(), unpacked) and getattr(tensor, "groups", None) is None
+    if isinstance(tensor, Int4Tensor):
+        x = torch.randn(3, inputs)
+        assert error(cpu_int4.pack([tensor]).linear(x, None), x @ unpacked.T) < 1e-3
 
 
 def words(numbers: torch.Tensor) -> torch.Tensor:
@@ -388,7 +410,7 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     written = json.loads((tmp_path / "packed/config.json").read_text())
     del written["quantization_config"]
     (plain / "config.json").write_text(json.dumps(written))
-    dtype = "auto" if kind.startswith("fp8") or kind.startswith(("mixed", quantized.MIXED)) else "float32"
+    dtype = "auto" if kind.startswith(("fp8", "mixed", quantized.MIXED)) else "float32"
     options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path / "packed"), **options) as llm:
