@@ -33,7 +33,7 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
         for heads, attention in zip(num_heads, attentions)
     ]
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
-        if (match := KV_SCALE.fullmatch(name)) is None:
+        if (match := KV_SCALE.fullmatch(name)) is None or match[2] == "q":  # queries are not rounded
             continue
         found, layer, values = True, int(match[1]), tensor.float().flatten()
         if layer >= config.num_layers:

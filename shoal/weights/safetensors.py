@@ -46,7 +46,7 @@ PREFIXES = {
     "backbone.": "model.",
 }
 # Scales of keys or values (kv_scales.py), which no layer loads.
-KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kv]|kv)_scale")
+KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kvq]|kv)_scale")
 COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).

@@ -57,6 +57,8 @@ def read_weights(fields: ConfigFields, format: str) -> list[ConfigFields]:
         choice(cache, "type", ("float",))
         choice(cache, "dynamic", (False, None))
     groups = fields.get("config_groups")
+    if isinstance(groups, dict):
+        groups = {name: group for name, group in groups.items() if not _is_attention(group)}
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{fields.where}: config_groups {groups!r:.80} says nothing about weights")
     found = []
@@ -84,6 +86,16 @@ def read_weights(fields: ConfigFields, format: str) -> list[ConfigFields]:
         choice(inputs, "type", ("int" if format == INT8 else "float",))
         choice(inputs, "num_bits", (8,))
     return found
+
+
+def _is_attention(group: object) -> bool:
+    """Says if a group is that of queries, keys and values, whose scales are those of the KV cache."""
+    if not isinstance(group, dict) or group.get("weights") is not None:
+        return False
+    targets = group.get("targets")
+    return isinstance(targets, list) and all(
+        str(one).endswith(("Attention", "self_attn$")) for one in targets
+    )
 
 
 def read_int4(fields: ConfigFields) -> Quantization | None:

@@ -70,7 +70,8 @@ def scales_by_layer() -> Scales:
 
 def scales_of_both() -> Scales:
     """As AutoFP8 names them, one for each layer's keys and values."""
-    return {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(0.05 + 0.01 * i) for i in range(LAYERS)}
+    both = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(0.05 + 0.01 * i) for i in range(LAYERS)}
+    return both | {"model.layers.0.self_attn.q_scale": torch.tensor(0.5)}  # which is left alone
 
 
 def with_scales(root, name: str, target, scales: Scales):

@@ -679,6 +679,21 @@ def test_each_methods_options_are_checked(given, says, tmp_path):
         _ = CheckpointFiles(tmp_path).config
 
 
+def test_a_group_of_attention_alone_says_nothing_of_weights(tmp_path):
+    """llm-compressor's, which are quantized with their cache."""
+    quantized.write(tmp_path, "fp8-channel")
+    expected = CheckpointFiles(tmp_path).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["attention"] = dict(targets=["Qwen3Attention"], weights=None, input_activations=quantized.STATIC)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CheckpointFiles(tmp_path).config == expected
+    groups.pop("group_0")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="says nothing about weights"):
+        _ = CheckpointFiles(tmp_path).config
+
+
 @pytest.mark.parametrize("name", [None, False, "weight", "static", True, "group", "dynamic"])
 def test_act_order_has_many_names(name, tmp_path):
     quantized.write(tmp_path, "int4")
