@@ -36,7 +36,7 @@ SIZES = dict(
 )
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
-BY_INPUTS = ("awq", "gptq", "gptq-act-order", "auto-round", "auto-round-mixed")
+BY_INPUTS = ("awq", "gptq", "gptq-act-order", "auto-round", "auto-round-mixed", "gptq-mixed")
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
 INT8_TOKEN = dict(num_bits=8, type="int", strategy="token", symmetric=True, dynamic=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
@@ -220,9 +220,10 @@ BY_BLOCKS = {"fp8-blocks": blocks_of_fp8, "fp8-whole": whole_of_fp8, "nvfp4-mode
 BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8-fbgemm": rows_of_fp8}
 BY_BLOCKS |= {"nvfp4-weights": nvfp4_of_weights, "int8-gptq": gptq_in_8_bits}
 BY_BLOCKS["mxfp8-modelopt"] = partial(compress, kind="mxfp8")
-AUTO_ROUND_MIXED = "auto-round-mixed"  # down in 8 bits, other matrices in 4
+IN_4_AND_8_BITS = ("auto-round-mixed", "gptq-mixed")  # down in 8 bits, other matrices in 4
 # as compressed-tensors mixes formats: up and down in NVFP4, other matrices in fp8, the output head too
 MIXED_PRECISION = "mixed-precision"
+PACKED_MIXED = "mixed-packed"  # down in 8 bits, other matrices in 4, both in pack-quantized
 MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
 
@@ -230,7 +231,7 @@ def config_of(kind: str) -> dict:
     """The quantization_config of a checkpoint."""
     if kind == "awq":
         return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
-    if kind in ("auto-round", AUTO_ROUND_MIXED):
+    if kind.startswith("auto-round"):
         packing = "auto_round:auto_gptq"
         own = {"lm_head": dict(bits=16, data_type="float"), "model.layers.0.mlp.up_proj": dict(sym=False)}
         own |= {} if kind == "auto-round" else {".*down_proj.*": dict(bits=8)}
@@ -244,6 +245,10 @@ def config_of(kind: str) -> dict:
             autoround_version="0.14.2",
             extra_config=own,
         )
+    if kind == "gptq-mixed":
+        dynamic = {"-:lm_head": {}, r"+:.*down_proj": dict(bits=8)}
+        own = dict(bits=4, group_size=GROUP, desc_act=False, sym=True, dynamic=dynamic)
+        return dict(quant_method="gptq", **own)
     if kind in BY_INPUTS:
         return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
     if kind == "nvfp4-modelopt":
@@ -264,6 +269,12 @@ def config_of(kind: str) -> dict:
         return dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)
     if kind == "fp8-blocks":
         return dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+    if kind == PACKED_MIXED:
+        groups = {
+            name: dict(targets=[f"re:.*{name}"], weights=SCHEMES[own][1])
+            for name, own in (("(q|k|v|o|gate|up)_proj", "int4"), ("down_proj", "int8"))
+        }
+        return dict(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
     if kind == MIXED_PRECISION:
         groups = {}
         for own in ("fp8-channel", "nvfp4"):
@@ -326,7 +337,9 @@ def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Te
             quantize = partial(
                 compress, kind="nvfp4" if "up_proj" in name or "down_proj" in name else "fp8-channel"
             )
-        in_8_bits = kind == AUTO_ROUND_MIXED and "down_proj" in name
+        if kind == PACKED_MIXED:
+            quantize = partial(compress, kind="int8" if "down_proj" in name else "int4")
+        in_8_bits = kind in IN_4_AND_8_BITS and "down_proj" in name
         parts, unpacked[name] = (gptq_in_8_bits if in_8_bits else quantize)(weight)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

@@ -20,7 +20,7 @@ ONES = 0x11111111  # eight times the 4-bit number 1
 
 
 def read(fields: ConfigFields) -> Quantization | None:
-    if choice(fields, "bits", (4, 8)) == 8:
+    if 4 not in bits_of_matrices(fields):
         return None
     return Quantization(
         "gptq",
@@ -30,6 +30,21 @@ def read(fields: ConfigFields) -> Quantization | None:
         act_order=fields.flag("desc_act"),
         zeros_minus_one=is_first_version(fields),
     )
+
+
+def bits_of_matrices(fields: ConfigFields) -> set[object]:
+    """Returns the numbers of bits of the matrices. GPTQModel's `dynamic` names matrices that have other ones;
+    those that are plain are seen by their tensors."""
+    found = {choice(fields, "bits", (4, 8))}
+    dynamic = fields.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"{fields.where}: dynamic must be an object, got {dynamic!r:.80}")
+    for name, own in dynamic.items():
+        if isinstance(own, dict) and not str(name).startswith("-:"):
+            matrix = ConfigFields({**fields.values, **own}, f"{fields.where}: dynamic: {name!s:.80}")
+            choice(matrix, "group_size", (fields.get("group_size"),))
+            found.add(choice(matrix, "bits", (4, 8)))
+    return found
 
 
 def is_first_version(fields: ConfigFields) -> bool:

@@ -19,7 +19,7 @@ from shoal.models.layouts.compressed_tensors import (
     fp8_tensors,
     read_weights,
 )
-from shoal.models.layouts.gptq import is_first_version, is_in_order
+from shoal.models.layouts.gptq import bits_of_matrices, is_first_version, is_in_order
 from shoal.models.layouts.layout import (
     HALVES,
     INPUT_SCALES,
@@ -41,7 +41,7 @@ GROUP = 32  # inputs of a group in Q8_0
 
 
 def read_gptq(fields: ConfigFields) -> Quantization | None:
-    if fields.get("bits") != 8:
+    if 8 not in bits_of_matrices(fields):
         return None
     choice(fields, "sym", (True,))
     choice(fields, "desc_act", (None, False))

@@ -397,7 +397,7 @@ MAMBA = [
 CASES = [(name, kind) for name in FAMILIES if name not in dict(MAMBA) for kind in FORMS] + MAMBA
 CASES += [(name, kind) for name in ("qwen3.5", "qwen3.5-moe-text") for kind in ("nvfp4", "nvfp4-modelopt")]
 CASES += [("qwen3.5-moe-text", quantized.MIXED), ("qwen3.5-moe-text", quantized.MIXED_PRECISION)]
-CASES += [("gemma3", quantized.MIXED_PRECISION)]
+CASES += [("gemma3", quantized.MIXED_PRECISION), ("gemma3", quantized.PACKED_MIXED)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -410,7 +410,7 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     written = json.loads((tmp_path / "packed/config.json").read_text())
     del written["quantization_config"]
     (plain / "config.json").write_text(json.dumps(written))
-    dtype = "auto" if kind.startswith(("fp8", "mixed", quantized.MIXED)) else "float32"
+    dtype = "auto" if kind.startswith(("fp8", quantized.MIXED_PRECISION, quantized.MIXED)) else "float32"
     options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path / "packed"), **options) as llm:
@@ -636,6 +636,11 @@ def test_a_config_that_is_not_supported_is_refused_by_name(change, says, tmp_pat
 METHODS = [
     (dict(quant_method="gptq", bits=3, group_size=128), "bits 3"),
     (dict(quant_method="gptq", bits=8, group_size=128, sym=False), "sym False"),
+    (
+        dict(quant_method="gptq", bits=4, group_size=128, dynamic={"+:a": {"bits": 3}}),
+        r"dynamic: \+:a: bits 3",
+    ),
+    (dict(quant_method="gptq", bits=4, group_size=128, dynamic={"a": {"group_size": 32}}), "group_size 32"),
     (dict(quant_method="gptq", bits=8, group_size=128, sym=True, desc_act=True), "desc_act True"),
     (dict(quant_method="gptq", bits=4, group_size=0), "group_size 0"),
     (dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="marlin"), "marlin"),
