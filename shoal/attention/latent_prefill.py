@@ -20,6 +20,7 @@ if HAS_GLUON:
 # From this many prefill tokens on the kernel gets them: it takes the host three more launches.
 HOPPER_FROM = 4096
 BOX = 16  # lines that the kernel looks up together
+COPIED = 4  # numbers of 16 bits that are copied together
 
 
 class HopperLatentPrefill:
@@ -32,6 +33,9 @@ class HopperLatentPrefill:
             and hopper.is_supported(device, dtype, kind.query_dim, None)
             and kind.v_head_dim == kind.query_dim
             and kind.query_scaling is None
+            and all(
+                size % COPIED == 0 for size in (kind.kv_lora_rank, kind.qk_nope_head_dim, kind.rotary_dim)
+            )
         )
         self.work: torch.Tensor | None = None  # the tiles of the step's prefills, if the kernel gets them
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
@@ -71,7 +75,7 @@ class HopperLatentPrefill:
         c_HLC = latents_LN[:, :size].expand(num_heads, lines, size)
         torch.bmm(c_HLC, kv_b_HWC[:, :plain].transpose(1, 2), out=kv_2HLN[0, :, :, :plain])
         torch.bmm(c_HLC, kv_b_HWC[:, plain:].transpose(1, 2), out=kv_2HLN[1])
-        # Four numbers at a time
+        # COPIED numbers at a time
         rotated_LE = latents_LN[:, size:].view(torch.int64)
         kv_2HLN[0, :, :, plain:].view(torch.int64).copy_(rotated_LE.expand(num_heads, -1, -1))
         if table not in self.tables:

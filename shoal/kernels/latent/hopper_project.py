@@ -186,12 +186,13 @@ def hopper_heads_kernel(
 
 
 def takes_heads(q_THX: torch.Tensor, kind: LatentKind) -> bool:
-    """Says if these are many rows of numbers of 16 bits, and of whole tiles."""
+    """Says if these are many rows of numbers of 16 bits, of whole tiles, and rotated pairs a power of two."""
     sizes = kind.qk_nope_head_dim, kind.kv_lora_rank, kind.v_head_dim
     return (
         len(q_THX) >= MIN_ROWS
         and q_THX.dtype in DTYPES
         and all(size % TILE_INS == 0 for size in sizes)
+        and kind.rotary_dim == next_power_of_2(kind.rotary_dim)
         and q_THX.is_contiguous()
     )
 

@@ -4,6 +4,7 @@ compiled for sm_90 in the sizes that published models bring. tests/gpu/test_late
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def test_few_rows_and_other_sizes_are_not_taken() -> None:
     assert not takes_heads(torch.zeros(32, 20, 256, dtype=BF16), GLM_FLASH)
     assert not takes_heads(torch.zeros(40, 20, 256), GLM_FLASH)
     assert not takes_heads(torch.zeros(40, 20, 300, dtype=BF16)[..., :256], GLM_FLASH)
+    assert not takes_heads(torch.zeros(40, 20, 240, dtype=BF16), replace(GLM_FLASH, qk_rope_head_dim=48))
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

@@ -262,3 +262,14 @@ def test_large_expanded_prefills_go_to_hoppers_kernel(monkeypatch, interleaved):
     for other in (SMALL, replace(kind, query_scaling=QueryScaling(0.5, 16))):
         check(other, step, make_cache(other, torch.float32))
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize(("size", "plain"), [(31, 12), (32, 11)])
+def test_sizes_that_are_not_multiples_of_four_stay_with_tritons_kernel(monkeypatch, size, plain):
+    """Regression: the copy of keys' rotated parts, four numbers at a time, failed for them."""
+    monkeypatch.setattr(latent_prefill.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(latent_prefill, "HOPPER_FROM", 40)
+    kind = replace(SMALL, kv_lora_rank=size, qk_nope_head_dim=plain, v_head_dim=plain + SMALL.rotary_dim)
+    torch.manual_seed(10)
+    step = make_step(make_tables(random.Random(10)), *STEPS["long chunks after prefixes"])
+    check(kind, step, make_cache(kind, torch.float32))
