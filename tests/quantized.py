@@ -221,8 +221,8 @@ BY_BLOCKS |= {"fp8-modelopt": fp8_of_modelopt, "fp8-auto": fp8_of_modelopt, "fp8
 BY_BLOCKS |= {"nvfp4-weights": nvfp4_of_weights, "int8-gptq": gptq_in_8_bits}
 BY_BLOCKS["mxfp8-modelopt"] = partial(compress, kind="mxfp8")
 IN_4_AND_8_BITS = ("auto-round-mixed", "gptq-mixed")  # down in 8 bits, other matrices in 4
-# as compressed-tensors mixes formats: up and down in NVFP4, other matrices in fp8, the output head too
-MIXED_PRECISION = "mixed-precision"
+# as compressed-tensors mixes formats: up and down in the second one, other matrices in the first one
+MIXED_PRECISION = {"mixed-nvfp4": ("fp8-channel", "nvfp4"), "mixed-mxfp8": ("fp8-channel", "mxfp8")}
 PACKED_MIXED = "mixed-packed"  # down in 8 bits, other matrices in 4, both in pack-quantized
 MIXED = "modelopt-mixed"  # up and down in NVFP4, other matrices in fp8
 
@@ -275,15 +275,15 @@ def config_of(kind: str) -> dict:
             for name, own in (("(q|k|v|o|gate|up)_proj", "int4"), ("down_proj", "int8"))
         }
         return dict(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
-    if kind == MIXED_PRECISION:
+    if kind in MIXED_PRECISION:
         groups = {}
-        for own in ("fp8-channel", "nvfp4"):
+        for own in MIXED_PRECISION[kind]:
             format, weights, activations = SCHEMES[own]
-            targets = [r"re:.*(up|down)_proj"] if own == "nvfp4" else [r"re:.*(q|k|v|o|gate)_proj", "lm_head"]
+            targets = [r"re:.*(up|down)_proj" if groups else r"re:.*(q|k|v|o|gate)_proj"]
             groups[own] = dict(format=format, targets=targets, weights=weights, input_activations=activations)
         return dict(
             quant_method="compressed-tensors",
-            format=kind,
+            format="mixed-precision",
             quantization_status="compressed",
             ignore=["re:.*norm"],
             config_groups=groups,
@@ -333,10 +333,8 @@ def repack(folder: Path, kind: str, left: str = "lm_head") -> dict[str, torch.Te
             is_nvfp4 = "up_proj" in name or "down_proj" in name
             quantize = nvfp4_of_modelopt if is_nvfp4 else fp8_of_modelopt
             layers[module] = dict(quant_algo="NVFP4", group_size=16) if is_nvfp4 else dict(quant_algo="FP8")
-        if kind == MIXED_PRECISION:
-            quantize = partial(
-                compress, kind="nvfp4" if "up_proj" in name or "down_proj" in name else "fp8-channel"
-            )
+        if kind in MIXED_PRECISION:
+            quantize = partial(compress, kind=MIXED_PRECISION[kind]["up_proj" in name or "down_proj" in name])
         if kind == PACKED_MIXED:
             quantize = partial(compress, kind="int8" if "down_proj" in name else "int4")
         in_8_bits = kind in IN_4_AND_8_BITS and "down_proj" in name

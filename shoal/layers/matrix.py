@@ -81,7 +81,7 @@ class MatrixLayer(LoadingLayer):
             and whole
             and is_multiplied(shard, self.device)
             # parts that are stored in different layouts become plain
-            and all(type(other) is type(shard) for other in self._quantized_parts.values())
+            and all(shard.fits(other) for other in self._quantized_parts.values())
         ):
             self._quantized_parts[part] = shard
             if len(self._quantized_parts) == len(self.parts):

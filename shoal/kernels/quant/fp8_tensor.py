@@ -64,6 +64,9 @@ class Fp8Tensor(QuantizedTensor):
         # A row with one scale is cut anywhere. Where a cut goes through a group, groups become smaller.
         return 1 if self.size == self.shape[1] else math.gcd(self.size, SMALLEST_CUT)
 
+    def fits(self, other: QuantizedTensor) -> bool:
+        return isinstance(other, Fp8Tensor) and self.size == other.size
+
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:

@@ -36,6 +36,10 @@ class QuantizedTensor(ABC):
     ) -> torch.Tensor:
         """[out, in] on `device`."""
 
+    def fits(self, other: QuantizedTensor) -> bool:
+        """Says if rows of both can be in one packed matrix."""
+        return type(self) is type(other)
+
     @abstractmethod
     def rows(self, start: int, stop: int) -> QuantizedTensor:
         """Rows [start, stop)."""

@@ -396,8 +396,8 @@ MAMBA = [
 ]
 CASES = [(name, kind) for name in FAMILIES if name not in dict(MAMBA) for kind in FORMS] + MAMBA
 CASES += [(name, kind) for name in ("qwen3.5", "qwen3.5-moe-text") for kind in ("nvfp4", "nvfp4-modelopt")]
-CASES += [("qwen3.5-moe-text", quantized.MIXED), ("qwen3.5-moe-text", quantized.MIXED_PRECISION)]
-CASES += [("gemma3", quantized.MIXED_PRECISION), ("gemma3", quantized.PACKED_MIXED)]
+CASES += [("qwen3.5-moe-text", kind) for kind in (quantized.MIXED, *quantized.MIXED_PRECISION)]
+CASES += [("gemma3", kind) for kind in (quantized.PACKED_MIXED, *quantized.MIXED_PRECISION)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -410,7 +410,11 @@ def test_families_in_fewer_bits_are_what_they_are_unpacked(name, kind, tmp_path)
     written = json.loads((tmp_path / "packed/config.json").read_text())
     del written["quantization_config"]
     (plain / "config.json").write_text(json.dumps(written))
-    dtype = "auto" if kind.startswith(("fp8", quantized.MIXED_PRECISION, quantized.MIXED)) else "float32"
+    dtype = (
+        "auto"
+        if kind.startswith("fp8") or kind in (quantized.MIXED, *quantized.MIXED_PRECISION)
+        else "float32"
+    )
     options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path / "packed"), **options) as llm:
@@ -750,7 +754,7 @@ def test_missing_scales_and_wrong_shapes_are_refused_before_anything_is_loaded(k
 def test_a_head_in_fp8_stands_beside_matrices_in_nvfp4(tmp_path):
     """unsloth's NVFP4 checkpoints of Qwen3.6 and 3.8 are so, and were refused as quantized in two ways."""
     plain = transformers.Qwen3Config(**quantized.SIZES, tie_word_embeddings=False)
-    unpacked = quantized.write(folder := tmp_path, quantized.MIXED_PRECISION, plain)
+    unpacked = quantized.write(folder := tmp_path, "mixed-nvfp4", plain)
     stored = load_file(folder / "model.safetensors")
     parts, head = quantized.compress(stored.pop("lm_head.weight"), "fp8-channel")
     unpacked["lm_head.weight"] = head
