@@ -59,7 +59,7 @@ class FakeWorker:
         self.lent: list[bytes] = []  # KV tickets
         self.lent_for: list[tuple[int, str | None, str | None]] = []  # (tokens, salt, adapter) of each ticket
         self.returned: list[bytes] = []
-        self.num_checks = self.num_canaries = self.running = 0
+        self.num_canaries = self.running = 0
         self.is_closed = False
         self._streams: dict[str, FakeStream] = {}
 
@@ -75,7 +75,6 @@ class FakeWorker:
     # Link
 
     async def check(self) -> WorkerInfo:
-        self.num_checks += 1
         await self._answer()
         return self.info
 
