@@ -372,26 +372,24 @@ def _sentencepiece(
     tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool
 ) -> Backend:
     """Builds a SentencePiece tokenizer as BPE. SentencePiece joins the two neighbours whose joint piece has
-    the best score, so every split of a piece in two becomes a merge, sorted by score."""
+    the best score, so every split of a piece into two pieces becomes a merge; the best piece's come first."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
             f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
             f"{MAX_TOKEN_LEN} allowed; {WAY_OUT}"
         )
-    mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
-    ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
-    ranked = [
-        (-score, piece[:cut], piece[cut:])
-        for piece, score in ordinary.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in ordinary and piece[cut:] in ordinary
-    ]
     if not all(map(math.isfinite, scores)):
         raise CheckpointError(f"tokenizer.ggml.scores must be finite numbers; {WAY_OUT}")
-    ranked.sort(key=lambda merge: merge[0])
+    mergeable = {TokenType.NORMAL.value, TokenType.USER_DEFINED.value}
+    score_of = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
+    merges = [
+        (left, right)
+        for piece in sorted(score_of, key=score_of.__getitem__, reverse=True)
+        for cut in range(1, len(piece))
+        if (left := piece[:cut]) in score_of and (right := piece[cut:]) in score_of
+    ]
     unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
-    merges = [(left, right) for _, left, right in ranked]
     return _characters(tokens, types, merges, unknown, add_space_prefix)
 
 

@@ -362,6 +362,17 @@ def test_sentencepiece_ids_are_those_of_sentencepiece():
         assert tokenizer.decode(oracle.encode(text)) == oracle.decode(oracle.encode(text)) == text
 
 
+def test_sentencepiece_merges_by_score_whatever_the_order_of_the_ids():
+    oracle, metadata = texts.sentencepiece_model(), texts.sentencepiece_metadata()
+    names = [f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type")]
+    rows = list(zip(*(metadata[name] for name in names)))
+    shuffled = [*rows[:259], *random.Random(5).sample(rows[259:], len(rows) - 259)]  # bytes and controls stay
+    tokenizer = Tokenizer.from_gguf({**metadata, **dict(zip(names, map(list, zip(*shuffled))))})
+    for text in texts.LESSON[:20]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == oracle.encode(text, out_type=str), text
+
+
 def test_sentencepiece_text_of_any_ids_is_that_of_sentencepiece():
     oracle, tokenizer = texts.sentencepiece_model(), Tokenizer.from_gguf(texts.sentencepiece_metadata())
     r = random.Random(11)
