@@ -12,10 +12,9 @@ PACKAGE = Path(__file__).parents[2] / "shoal"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import itself, the rooms before it in its line, and the vocabulary. The vocabulary and the
-# rooms in GROUND need no torch and are open to all rooms.
+# rooms in GROUND need no torch and are open to all rooms. `server` and `fleet` import neither each other nor TOWER.
 GROUND = ["files", "kinds", "options", "telemetry", "text"]
 TOWER = ["kernels", "attention", "layers", "models", "weights", "memory", "kv", "engine"]
-FRONT = ["server", "fleet"]  # neither imports the other, nor the tower
 # These see everything below, and each other in this order.
 ABOVE = ["apps", "bench", "doctor", "cli"]
 # Rooms and files that need no torch, with all that they import.
