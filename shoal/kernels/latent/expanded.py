@@ -293,8 +293,9 @@ def _rotate_queries_kernel(
     sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + half, mask=half < HALF, other=0.0)
     q_ptr += token * stride_q + head * (P + ROTARY) + P
     if INTERLEAVED:
-        first = tl.load(q_ptr + 2 * half, mask=there, other=0.0)
-        second = tl.load(q_ptr + 2 * half + 1, mask=there, other=0.0)
+        i = tl.arange(0, 2 * HALF_PAD)[None, :]
+        pairs = tl.load(q_ptr + i, mask=(head < H) & (i < ROTARY), other=0.0)  # 16 bytes a thread
+        first, second = tl.split(tl.reshape(pairs, (H_PAD, HALF_PAD, 2)))
     else:
         first = tl.load(q_ptr + half, mask=there, other=0.0)
         second = tl.load(q_ptr + HALF + half, mask=there, other=0.0)
