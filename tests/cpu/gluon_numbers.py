@@ -173,13 +173,20 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), int(length)))
+
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], _: object) -> Shared:
-        return Shared(self.data.view(torch.uint8).view(-1).view(dtype).view(shape))
+        size = int(np.prod(shape)) * dtype.itemsize  # Numbers of 16 bits may have more here.
+        return Shared(self.data.view(torch.uint8).view(-1)[:size].view(dtype).view(shape))
 
     def load(self, _: object) -> Value:
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
+        if value.data.dtype == self.data.dtype:
+            self.data.copy_(value.data)
+            return
         self.data.view(torch.uint8).copy_(
             value.data.contiguous().view(torch.uint8).view(self.data.view(torch.uint8).shape)
         )
@@ -324,6 +331,10 @@ class Machine:
             total = x.data.sum(axis)
             return Number(int(total)) if total.dim() == 0 and not total.is_floating_point() else Value(total)
 
+        def highest(x: Value, axis: int) -> Value | Number:
+            most = x.data.amax(axis)
+            return Value(most) if most.dim() or most.is_floating_point() else Number(int(most))
+
         def asm(
             text: str, constraints: str, args: list[Value], dtype: object, is_pure: bool, pack: int
         ) -> Value | tuple[Value, ...]:
@@ -380,7 +391,7 @@ class Machine:
             log2=lambda x: Value(x.data.log2()),
             log=lambda x: Value(x.data.log()),
             atomic_add=atomic_add,
-            max=lambda x, axis: Value(x.data.amax(axis)),
+            max=highest,
             maximum=larger,
             minimum=lambda a, b: Number(min(int(a), int(b))),
             warp_specialize=self.warp_specialize,
