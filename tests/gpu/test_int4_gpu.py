@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shoal import LLM, SamplingParams
 from shoal.kernels import reference
 from shoal.kernels.matmul.dispatch import gpu_of
-from shoal.kernels.quant.ggml_types import GROUPS
+from shoal.kernels.quant.gguf_tensor import UNPACK
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.packed_weight import FusedWeight
 from tests import quantized
@@ -75,7 +75,7 @@ def test_a_matmul_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
             assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 3e-3
 
 
-@pytest.mark.parametrize("kind", list(GROUPS))
+@pytest.mark.parametrize("kind", list(UNPACK))
 def test_types_of_gguf(kind: str) -> None:
     tensor, _ = random_tensor(kind, 530, 1024)
     weight, matrix = packed([tensor])

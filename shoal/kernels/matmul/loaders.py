@@ -177,6 +177,19 @@ def weights_of_step(
 
 
 @triton.jit
+def settled(sums):
+    """The same sums, once the matmul that makes them has ended. It takes no instruction, but is a use of the
+    sums, so Triton waits for wgmma before the next round. Else one goes on into the next round, where the
+    registers of its left operand, widened weights, are written while it reads them
+    (docs/decisions/matmul.md)."""
+    if INTERPRETED:
+        result = sums
+    else:
+        result = tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return result
+
+
+@triton.jit
 def number(bits, DTYPE: tl.constexpr):
     """The low 16 bits of an int32 as a number."""
     return bits.to(tl.int16).to(DTYPE, bitcast=True)

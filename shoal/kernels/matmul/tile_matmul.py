@@ -43,6 +43,7 @@ from shoal.kernels.matmul.loaders import (
     TiledWeight,
     first_ptrs,
     rows_of_step,
+    settled,
     weights_of_step,
 )
 from shoal.kernels.matmul.shared_memory import fitting_stages
@@ -257,6 +258,10 @@ def tile_kernel(
                     x.dtype,
                 )
                 up_part = tl.dot(weights, x, up_part, input_precision="ieee")
+        if FORMAT != PLAIN and GATED:  # The wait for up's matmul is one for gate's, too.
+            up_part = settled(up_part)
+        elif FORMAT != PLAIN:
+            part = settled(part)
         if BY_GROUP:
             group_ptrs = scales_ptrs + start // SCALE_GROUP * weight_rows
             sums += part * tl.load(group_ptrs)[:, None]
