@@ -33,6 +33,7 @@ class Compiled:
     spilled: int  # bytes of stack a thread
     shared: int  # bytes a block
     spills_in_loops: int = 0  # instructions in loops with matmuls of tensor cores that load or store spills
+    overwritten: int = 0  # registers of a wgmma's left operand that are written before the wait for it
     error: str = ""  # what the compiler said, if it failed
 
 
@@ -88,8 +89,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(re.findall(r"REG:(\d+)", text)[-1]), int(re.findall(r"STACK:(\d+)", text)[-1])
 
 
-def _spills_in_loops(cubin: bytes) -> int:
-    """Counts loads and stores of local memory between a label and a jump back to it."""
+def _matmul_loops(cubin: bytes) -> list[list[str]]:
+    """The machine code of each loop, from a label to a jump back to it, that has matmuls of tensor cores."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -100,13 +101,40 @@ def _spills_in_loops(cubin: bytes) -> int:
             [str(tool), file.name], capture_output=True, text=True, check=True
         ).stdout.splitlines()
     labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
-    spills: set[int] = set()
+    loops = []
     for end, line in enumerate(lines):
         jump = re.search(r"\bBRA.*`\((\.L_\w+)\)", line)
         start = end if jump is None else labels.get(jump[1], end)
         if start < end and any("MMA" in inner for inner in lines[start:end]):
-            spills |= {i for i in range(start, end) if re.search(r"\b(LDL|STL)\b", lines[i])}
-    return len(spills)
+            loops.append(lines[start:end])
+    return loops
+
+
+def _overwritten(loop: list[str]) -> int:
+    """Counts registers of a wgmma's left operand that an instruction of the same round or of the next one writes
+    before a wait for that wgmma. What the wgmma reads then depends on timing."""
+    found: set[tuple[int, int]] = set()
+    under_way: list[range] = []
+    for turn in range(2):
+        for i, line in enumerate(loop):
+            parts = re.search(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) (?:P\w+, )?(.*?) ?;", line)
+            if parts is None:
+                continue
+            name, operands = parts[1], parts[2]
+            if name.startswith("HGMMA"):
+                left = re.match(r"R\d+, R(\d+),", operands)
+                first = int(left[1]) if left else 0  # a left operand in shared memory has no registers
+                under_way.append(range(first, first + 4) if left else range(0))
+            elif name.startswith("WARPGROUP.DEPBAR"):
+                most = int(operands.rpartition(" ")[2], 16)
+                under_way = under_way[len(under_way) - most :] if most else []
+            elif turn and (written := re.match(r"R(\d+)\b", operands)) and not name.startswith(("ST", "RED")):
+                count = (
+                    4 if "128" in name or name.endswith(".4") else 2 if "64" in name or "WIDE" in name else 1
+                )
+                ours = range(int(written[1]), int(written[1]) + count)
+                found |= {(i, at) for regs in under_way for at in regs if at in ours}
+    return len(found)
 
 
 def _compile_all(path: str) -> dict[str, list[dict]]:
@@ -137,6 +165,7 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
             return None
         cubin = kernel.asm["cubin"]
         registers, spilled = _resources(cubin)
+        loops = _matmul_loops(cubin) if spilled or driver.capability == 90 else []
         launched.append(
             Compiled(
                 self.__name__,
@@ -145,7 +174,8 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
                 registers,
                 spilled,
                 kernel.metadata.shared,
-                _spills_in_loops(cubin) if spilled else 0,
+                len({line for loop in loops for line in loop if re.search(r"\b(LDL|STL)\b", line)}),
+                sum(_overwritten(loop) for loop in loops),
             )
         )
         return kernel

@@ -181,3 +181,4 @@ def test_compiles_without_spills(compiled, case: str) -> None:
     kernels = [kernel for kernel in compiled[case] if kernel.capability >= least]
     assert not any(kernel.error for kernel in kernels)
     check_kernels([kernel for kernel in kernels if kernel.capability != 89])
+    assert not any(kernel.overwritten for kernel in kernels)
