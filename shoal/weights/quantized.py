@@ -43,8 +43,8 @@ def tensor_headers(folder: Path, config: ModelConfig, naming: Naming = text_name
         return _headers(folder, DTYPES, config, naming)
     headers = _headers(folder, EVERY_DTYPE, config, naming)
     matrices = _matrices(headers, quantization)
-    taken = {name for _, parts in matrices.values() for name in parts.values()}
-    found = {name: header for name, header in headers.items() if name not in taken | _unread(matrices)}
+    left_out = {name for _, parts in matrices.values() for name in parts.values()} | _unread(matrices)
+    found = {name: header for name, header in headers.items() if name not in left_out}
     for name, header in found.items():
         if header.dtype in PACKED_DTYPES:
             raise CheckpointError(
