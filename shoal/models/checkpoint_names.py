@@ -67,6 +67,7 @@ class Part:
     shape: tuple[int, ...]
     take: Callable[[torch.Tensor], torch.Tensor]
     is_turned: bool = False  # its rows are the tensor's columns
+    run: int = 0  # rows that lie side by side in a tensor of several matrices
 
 
 def split(
@@ -185,4 +186,6 @@ def _parts(
                     matrix = in_runs.movedim(0, dim + 1).flatten(dim, dim + 1)
                 return matrix.T if turned else matrix
 
-            yield Part(f"{layer}{part.format(expert)}.{parameter}", tuple(own), take, turned)
+            yield Part(
+                f"{layer}{part.format(expert)}.{parameter}", tuple(own), take, turned, unit * shares[i]
+            )

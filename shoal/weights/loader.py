@@ -83,7 +83,9 @@ def lies_by_shape(files: CheckpointFiles) -> bool:
     quantization = files.config.quantization
     if files.file is not None or quantization is None:
         return files.file is None
-    return all(BY_NAME[own.layout].zeros is not None for own in quantization.every)
+    layouts = [own.layout for own in quantization.every]
+    # A header names a layout, which does not say in which groups a matrix is if the config has two of them.
+    return len(set(layouts)) == len(layouts) and all(BY_NAME[name].zeros is not None for name in layouts)
 
 
 def check_shapes(files: CheckpointFiles) -> None:

@@ -147,14 +147,14 @@ def _crossed_blocks(headers: Mapping[str, TensorHeader], config: ModelConfig) ->
         for name, header in headers.items() if height > 1 else ():
             matrix = _matrix_of(name, marker)
             weight = headers.get(matrix)
-            if weight is None:
+            if weight is None or len(weight.shape) not in (2, 3):
                 continue
             parts = list(split(matrix, weight.shape, stored, config))
             dim = 0 if len(weight.shape) == 2 else 2 if parts[0].is_turned else 1
             rows = weight.shape[dim]
             if header.shape[dim : dim + 1] != (-(-rows // height),):
                 continue
-            if len(parts) > 1 and any(part.shape[0] % height for part in parts):
+            if len(parts) > 1 and any(part.run % height for part in parts):
                 found[name] = _Blocks(dim, rows, height)
     return found
 
@@ -216,24 +216,27 @@ def _matrices(
 
 def _quantization_of(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Quantization | None:
     """Returns the layout that these tensors are in. None: the matrix is plain. Where a matrix has the markers
-    of several layouts, shapes and types decide."""
+    of several layouts, shapes and types decide. A layout with zero points or act-order has all tensors of one
+    without them, so the one with the most tensors is taken."""
     found = [own for own in quantization.every if BY_NAME[own.layout].marker in tensors]
     if len(found) < 2:
         return found[0] if found else None
-    return next((own for own in found if _fits(tensors, own)), found[0])
+    return max(found, key=lambda own: _num_fitting(tensors, own))
 
 
-def _fits(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> bool:
+def _num_fitting(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> int:
+    """Returns how many tensors a matrix has in this layout, or 0 if these are not such a matrix."""
     layout = BY_NAME[quantization.layout]
     try:
         shape = layout.matrix_shape({suffix: header.shape for suffix, header in tensors.items()})
         stored = layout.tensors(*shape, quantization)
     except (KeyError, ValueError, CheckpointError):
-        return False
-    return all(
+        return 0
+    fits = all(
         suffix in tensors and tensors[suffix].shape == own.shape and tensors[suffix].dtype in own.dtypes
         for suffix, own in stored.items()
     )
+    return len(stored) if fits else 0
 
 
 def _check(name: str, header: TensorHeader | None, expected: Stored, quantization: Quantization) -> None:

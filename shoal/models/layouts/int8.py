@@ -115,13 +115,15 @@ def join_gptq(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
 
 
 def join_packed(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> GGUFTensor:
-    return _joined(_bytes(stored["weight_packed"], 1) ^ ZERO, stored["weight_scale"])
+    quants = _bytes(stored["weight_packed"], 1) ^ ZERO
+    return _joined(quants, of_whole_groups(stored["weight_scale"], quants.shape[1], quantization.block[1]))
 
 
 def join_plain(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> GGUFTensor:
     import torch
 
-    return _joined(stored["weight"].view(torch.uint8), stored["weight_scale"])
+    quants = stored["weight"].view(torch.uint8)
+    return _joined(quants, of_whole_groups(stored["weight_scale"], quants.shape[1], quantization.block[1]))
 
 
 def _bytes(words: torch.Tensor, dim: int) -> torch.Tensor:

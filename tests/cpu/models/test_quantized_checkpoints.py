@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,9 @@ from shoal.models.config_json import config_from_json
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.layouts.registry import BY_NAME, LAYOUTS, read_quantization
 from shoal.models.loading import layer_tensors
-from shoal.weights.loader import check_shapes, checkpoint_tensors
+from shoal.weights.loader import check_shapes, checkpoint_tensors, lies_by_shape
+from shoal.weights.quantized import _matrices
+from shoal.weights.safetensors import TensorHeader
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.summary import summarize
 from shoal.weights.update import packing_difference
@@ -103,6 +106,25 @@ def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
     assert layout.matrix_shape(shapes) == expected.shape
     assert {s: own.shape for s, own in layout.tensors(*expected.shape, quantization).items()} == shapes
     assert torch.equal(layout.join(stored, quantization).dequantize(torch.float16), expected)
+
+
+@pytest.mark.parametrize("name", ["packed-int8", "int-quantized"])
+def test_the_last_group_of_compressed_tensors_8_bits_may_be_cut_short(name):
+    """Regression: 192 inputs in groups of 128 were multiplied by the scales of two groups of 96."""
+    print("seed", torch.manual_seed(9).initial_seed())
+    quants, scales = torch.randint(-128, 128, (16, 192), dtype=torch.int8), torch.rand(16, 2).half()
+    stored = {"weight": quants, "weight_scale": scales}
+    if name == "packed-int8":
+        words = (quants.view(torch.uint8) ^ 128).view(torch.int32)
+        stored = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([16, 192])}
+    quantization = Quantization(name, 8, (1, 128))
+    expected = BY_NAME[name].tensors(16, 192, quantization)
+    assert {suffix: own.shape for suffix, own in expected.items()} == {
+        suffix: tuple(tensor.shape) for suffix, tensor in stored.items()
+    }
+    tensor = BY_NAME[name].join(stored, quantization)
+    of_each = scales.float()[:, torch.arange(192) // 128]
+    assert torch.equal(tensor.dequantize(), quants.float() * of_each)
 
 
 @pytest.mark.parametrize("group, inputs", [(128, 704), (64, 96)])
@@ -444,6 +466,21 @@ def test_other_words_for_fp8_mean_the_same(kind, words, tmp_path):
     assert CheckpointFiles(tmp_path).config == expected
 
 
+def test_blocks_of_fp8_may_have_rows_of_two_heads(tmp_path):
+    """Regression: scales of blocks were split like rows where each part, but not each head's share of it, was whole
+    blocks."""
+    config = make_config("qwen3-next", **FAMILIES["qwen3-next"] | dict(head_dim=64))
+    unpacked = quantized.write(tmp_path, "fp8-blocks", config)
+    found = dict(checkpoint_tensors(CheckpointFiles(tmp_path)))
+    names = [name for name in unpacked if name.endswith("self_attn.q_proj.weight")]
+    assert names
+    for name in names:
+        queries_and_gates = unpacked[name].unflatten(0, (4, 2, 64))
+        for i, part in enumerate(("q_proj", "gate_proj")):
+            expected = queries_and_gates[:, i].flatten(0, 1)
+            assert torch.equal(found[name.replace("q_proj", part)].dequantize(), expected)
+
+
 def in_fp8(key: str, weight: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
     """A matrix, or all experts' in one tensor, in fp8 with its scales: one for each, or one for each block."""
     *stack, rows, columns = weight.shape
@@ -728,6 +765,33 @@ def test_two_configs_contradict_each_other(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="both given"):
         _ = CheckpointFiles(tmp_path).config
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_zero_points_say_which_of_two_layouts_a_matrix_is_in(first):
+    """Regression: with and without zero points mixed, a matrix was read without its own, which was then refused."""
+    symmetric, asymmetric = (
+        Quantization("pack-quantized", 4, (1, 128), zero_points=own) for own in (False, True)
+    )
+    both = (asymmetric, symmetric) if first else (symmetric, asymmetric)
+    quantization = replace(both[0], others=both[1:])
+    for own in both:
+        stored = BY_NAME[own.layout].tensors(16, 256, own)
+        headers = {
+            f"a.{name}": TensorHeader(tensor.dtypes[0], tensor.shape) for name, tensor in stored.items()
+        }
+        assert replace(_matrices(headers, quantization)["a"][0], others=()) == own
+
+
+def test_two_groups_of_one_layout_do_not_lie_by_shape(tmp_path):
+    """Regression: a receiver of weights made every matrix as the config's last group has it."""
+    quantized.write(tmp_path, "fp8-channel")
+    assert lies_by_shape(CheckpointFiles(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = quantized.FP8 | dict(strategy="block", block_structure=[128, 128])
+    config["quantization_config"]["config_groups"]["group_1"] = dict(targets=["re:.*o_proj"], weights=weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not lies_by_shape(CheckpointFiles(tmp_path))
 
 
 NAME = "model.layers.0.mlp.up_proj"
