@@ -27,9 +27,7 @@ MAX_NUM_SEQS = 1 << 16  # each takes a row of state and of the sampler on the de
 MOST_BATCHES = 2**30 - 1
 SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
-QUANTIZATIONS = (
-    *("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "modelopt", "fbgemm_fp8"),
-)
+QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "modelopt", "fbgemm_fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 MOST_DRAFTS = 64  # more are hardly ever all accepted, and a step has room for them in each sequence

@@ -21,5 +21,5 @@ class Quantization:
 
     @property
     def every(self) -> tuple[Quantization, ...]:
-        """This one and the others."""
+        """Returns this layout and the others."""
         return (self, *self.others)

@@ -79,6 +79,7 @@ QUANTIZATION_WORDS = {
     "gptq_marlin": "gptq",
     "inc": "auto-round",
     "modelopt_fp4": "modelopt",
+    "modelopt_mxfp8": "modelopt",
     "modelopt_mixed": "modelopt",
 }
 

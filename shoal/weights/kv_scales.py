@@ -2,8 +2,7 @@
 
 Names follow compressed-tensors (`self_attn.k_scale`), ModelOpt (`self_attn.k_proj.k_scale`) or AutoFP8
 (`self_attn.kv_scale`, for keys and values). A scale is one number for a layer, or one for each of its kv
-heads.
-No layer loads scales, and an engine without an fp8 cache ignores them.
+heads. No layer loads scales, and an engine without an fp8 cache ignores them.
 """
 
 from __future__ import annotations

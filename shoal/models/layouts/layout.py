@@ -31,7 +31,8 @@ class Stored(NamedTuple):
 
 
 ONE = Stored((1,), ("F32",))
-# The scale of a matrix's input, by each tool's name. Activations are scaled token by token instead, or not.
+# Names of the scale of a matrix's input. It is not used: activations are scaled token by token, or stay in
+# 16 bits or more.
 INPUT_SCALES = ("input_scale", "activation_scale", "input_global_scale")
 
 
@@ -40,8 +41,8 @@ class Layout:
     name: str
     quant_method: str  # as config.json names it
     marker: str  # a matrix is stored so if there is a tensor `<its name>.<marker>`
-    # From the quantization_config to what it says of this layout. None: it has other layouts of the same
-    # method alone. Raises CheckpointError for what is contradictory or not supported.
+    # From the quantization_config to what it says of this layout. None: no matrix is in this layout. Raises
+    # CheckpointError for what is contradictory or not supported.
     read: Callable[[ConfigFields], Quantization | None]
     # From the shapes of the tensors that are there, by suffix, to the matrix's [outs, inputs].
     matrix_shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int]]
