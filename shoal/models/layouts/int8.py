@@ -104,7 +104,9 @@ def plain_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[st
 def join_gptq(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> GGUFTensor:
     zeros = _bytes(stored["qzeros"], 1)
     if bool((zeros != ZERO - quantization.zeros_minus_one).any()):
-        raise CheckpointError("qzeros has zero points, but sym is true in the config; is it another one's?")
+        raise CheckpointError(
+            "qzeros has zero points, but sym is true in the config; is it another checkpoint's config?"
+        )
     groups, size = stored.get("g_idx"), quantization.block[1]
     if groups is not None and not is_in_order(groups, size):
         raise CheckpointError(
