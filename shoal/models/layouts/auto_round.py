@@ -58,7 +58,7 @@ def _bits(fields: ConfigFields, allowed: tuple[int, ...]) -> int:
 
 
 def _without_groups(layout: Layout, name: str) -> Layout:
-    """GPTQ's layout without g_idx: inputs are in order, and only some versions say so."""
+    """GPTQ's layout without g_idx: AutoRound keeps inputs in order, and only some versions store g_idx."""
 
     def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
         stored = layout.tensors(outs, inputs, quantization)

@@ -89,7 +89,7 @@ def read_weights(fields: ConfigFields, format: str) -> list[ConfigFields]:
 
 
 def _is_attention(group: object) -> bool:
-    """Says if a group is that of queries, keys and values, whose scales are those of the KV cache."""
+    """Says if a group quantizes queries, keys and values alone. kv_scales.py reads its scales."""
     if not isinstance(group, dict) or group.get("weights") is not None:
         return False
     targets = group.get("targets")

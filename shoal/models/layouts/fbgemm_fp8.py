@@ -1,5 +1,5 @@
 """fp8 as FBGEMM stores it, with a scale for each output, as Llama 3.1 405B is published. Its upper bound of
-activations is not used: activations are scaled token by token, whatever their largest number."""
+activations (input_scale_ub) is not used: activations are scaled token by token, by their largest number."""
 
 from __future__ import annotations
 

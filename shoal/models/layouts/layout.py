@@ -131,8 +131,8 @@ def num_groups(inputs: int, size: int) -> int:
 
 
 def of_whole_groups(numbers_OG: torch.Tensor, inputs: int, size: int) -> torch.Tensor:
-    """Numbers of groups of `size` inputs, the last of which may be cut short, as those of the largest groups
-    that the inputs are whole ones of."""
+    """Returns the numbers (scales or zero points) of smaller groups, all of one size, in place of groups of
+    `size` inputs whose last one may be cut short."""
     if not size or inputs % size == 0:
         return numbers_OG
     whole = math.gcd(inputs, size)
