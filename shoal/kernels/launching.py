@@ -22,11 +22,11 @@ _only_prepared = threading.local()
 @contextmanager
 def only_prepared() -> Iterator[None]:
     """While this context lasts, launches of this thread in CUDA C++ run nothing (cuda_library.py)."""
-    _only_prepared.on = True
+    before, _only_prepared.on = is_only_prepared(), True
     try:
         yield
     finally:
-        _only_prepared.on = False
+        _only_prepared.on = before
 
 
 def is_only_prepared() -> bool:

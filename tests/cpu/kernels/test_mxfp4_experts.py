@@ -20,7 +20,6 @@ from shoal.kinds.experts import Activation
 from tests.cpu.kernels.test_packed import _mxfp4
 
 CPU = torch.device("cpu")
-MASK = 0x81C081C0  # sign, exponent and mantissa of two numbers in bf16
 COMPILER = shutil.which("nvcc")
 
 
