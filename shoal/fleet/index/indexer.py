@@ -163,11 +163,6 @@ class KvIndexer:
         worker = self._workers.get(rank)
         return 0 if worker is None else worker.num_blocks
 
-    def known_blocks(self, rank: WorkerRank, tier: int) -> set[int]:
-        """Returns the worker's own names of the blocks that it has in this tier."""
-        worker = self._workers.get(rank)
-        return set() if worker is None else set(worker.names[tier])
-
     @property
     def ranks(self) -> set[WorkerRank]:
         return set(self._workers)

@@ -59,7 +59,6 @@ class FleetEngine(Control):
         migration_limit: how many workers may fail a request with tokens before it ends with an error."""
         self.num_migrations = 0  # streams that continued at another worker
         self.num_retries = 0  # requests without a token that were sent to another worker
-        self.num_drained = 0  # streams that left a draining worker
         self._dispatcher, self._prefills, self._transfers = dispatcher, prefills, transfers
         self._migration_limit = migration_limit
         self._sums = SummedStats()
@@ -255,7 +254,6 @@ class FleetEngine(Control):
             lease.release()
         else:
             progress.take_lease(lease)
-            self.num_drained += 1
             worker.link.break_off(attempt_id, RefusedError(f"worker {worker.id} is draining"))
 
     def _count(self, progress: _Progress, error: WorkerFailedError) -> None:

@@ -281,7 +281,7 @@ class EmbeddedRegistry(Registry):
                     f"plane must be an address to listen at, got {url!r} ({error}); choose another"
                 ) from None
             else:
-                registry = cls(clock, random, lease_s, lambda name: _LocalConnection(host, name))
+                registry = cls.of_host(host, clock, random, lease_s)
                 registry._owned_host = host
                 return registry
         try:

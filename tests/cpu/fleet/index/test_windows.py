@@ -3,7 +3,6 @@
 import random
 
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
-from shoal.fleet.index.prefix_tree import HOST
 from shoal.fleet.index.windows import WindowBlocks
 from shoal.kv.groups import LayerGroup
 from shoal.kv.places import longest_end
@@ -114,6 +113,6 @@ def test_blocks_that_the_index_forgets_leave_the_windows_of_their_tier():
     for first in range(8):
         own = tokens[first * SIZE : (first + 1) * SIZE]
         index.apply(RANK, run_of(own, [first + 1], medium=CPU, window=6))
-    assert len(index.known_blocks(RANK, HOST)) == 4
+    assert index.num_blocks(RANK) == 4
     found = [index.find_matches(tokens[i * SIZE : (i + 1) * SIZE]) for i in range(8)]
     assert found == [{}] * 4 + [{RANK: Overlap(0, 1)}] * 4

@@ -16,7 +16,6 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
-from shoal.fleet.index.prefix_tree import DEVICE, HOST
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import (
     DecodePoint,
@@ -68,12 +67,18 @@ def test_every_policy_answers_every_request_once(policy):
     assert result.gpu_hours == pytest.approx(4 * result.simulated_s / 3600, rel=1e-4)
 
 
+def assert_known(index, rank, worker):
+    """The index has each block of the worker's device and host memory, and no other."""
+    device, host = worker.cache.blocks(), set() if worker.host is None else worker.host.blocks()
+    assert index.num_blocks(rank) == len(device) + len(host)
+    assert all(index.block_of(rank, block) is not None for block in device | host)
+
+
 def test_the_index_knows_exactly_what_the_workers_have():
     s = simulation(cache_tokens=60_000)
     s.run()
     for rank, worker in s.workers.items():
-        known = s.router.indexer.known_blocks(rank, DEVICE)
-        assert known == worker.cache.blocks()
+        assert_known(s.router.indexer, rank, worker)
 
 
 @pytest.mark.parametrize("policy", ["kv", "random", "power_of_two"])
@@ -447,8 +452,7 @@ def test_the_index_knows_what_workers_of_both_roles_have():
     s = apart(cache_tokens=40_000)
     s.run()
     for rank, worker in s.workers.items():
-        known = s.router.indexer.known_blocks(rank, DEVICE)
-        assert known == worker.cache.blocks()
+        assert_known(s.router.indexer, rank, worker)
 
 
 def test_tokens_come_more_evenly_where_prompts_are_computed_apart():
@@ -520,9 +524,7 @@ def test_what_left_the_device_is_found_in_host_memory():
     for s in (none, some, much):
         [(rank, worker)] = s.workers.items()
         assert worker.is_idle and worker.cache.used_pages == 0
-        assert s.router.indexer.known_blocks(rank, DEVICE) == worker.cache.blocks()
-        host = set() if worker.host is None else worker.host.blocks()
-        assert s.router.indexer.known_blocks(rank, HOST) == host
+        assert_known(s.router.indexer, rank, worker)
 
 
 def test_a_host_tier_of_several_workers_repeats_itself():
