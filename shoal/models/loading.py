@@ -69,12 +69,12 @@ def finish(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_dummy_weights(model: Decoder, seed: int = 0) -> None:
+def load_dummy_weights(model: Decoder) -> None:
     """Small random weights, for benchmarks: the arithmetic of a real model, made on the device.
 
     With experts, embeddings are large. Attention of random weights averages tokens, so with small embeddings
     they become alike from layer to layer, and routers send all of them to the same experts."""
-    make_up(model, model.config, model.norm.weight.device, seed)
+    make_up(model, model.config, model.norm.weight.device, seed=0)
     if any(kind.experts is not None for kind in model.config.layers):
         model.embed_tokens.plain_weight().mul_(SPREADING)
 

@@ -139,7 +139,7 @@ class WeightsGroup:
         """Returns when all ranks have joined. Raises ConfigError for an unknown backend, and RuntimeError or
         TimeoutError if they don't join in time. All ranks are trusted: a message of an unexpected size makes
         Gloo end the process."""
-        check_group(address, port, rank, world_size, backend, device)
+        check_group(port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
         is_master = rank == 0
@@ -197,9 +197,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def check_group(
-    address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device
-) -> None:
+def check_group(port: int, rank: int, world_size: int, backend: str, device: torch.device) -> None:
     """Raises ConfigError for values that can't form a process group."""
     if backend not in ("nccl", "gloo"):
         raise ConfigError(f"backend must be nccl or gloo, got {backend!r}; choose one")

@@ -172,7 +172,7 @@ class Weights:
         members have joined. Raises ConfigError for impossible values, UnavailableError if they do not
         join."""
         runner = self._ranks.runner
-        check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
+        check_group(port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
         if group_name in self.groups:
             raise ConfigError(
                 f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "

@@ -3,8 +3,7 @@ and ipc:// open an EmbeddedRegistry (embedded.py), nats:// and tls:// a NatsRegi
 
 from __future__ import annotations
 
-import random as random_module
-from random import Random
+from random import SystemRandom
 from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError
@@ -26,7 +25,6 @@ def open_registry(
     credentials_file: str | None = None,
     key: FleetKey | None = None,
     clock: Clock | None = None,
-    random: Random | None = None,
 ) -> Registry:
     """Opens `tcp://127.0.0.1:PORT` or `ipc:///PATH`, the embedded registry, in the first process that may
     host it; or `nats://...` (servers separated by commas), with user and password or a token in the URL, or
@@ -35,7 +33,7 @@ def open_registry(
     the registry is reached: the calls on it do.
     """
     check_plane(url, key)
-    clock, random = clock or LoopClock(), random or random_module.SystemRandom()
+    clock, random = clock or LoopClock(), SystemRandom()
     if url.startswith(NATS):
         try:
             from shoal.fleet.registry.nats import NatsRegistry

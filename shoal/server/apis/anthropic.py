@@ -148,7 +148,7 @@ async def create_message(exchange: Exchange) -> None:
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
     plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     spare_grammar(params, None)
-    prompt = await _prompt(exchange, request, model, plan, params)
+    prompt = await _prompt(exchange, request, model, plan)
     form = AnswerFormat(
         plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
     )
@@ -196,7 +196,7 @@ async def count_tokens(exchange: Exchange) -> None:
     plan = _plan(exchange, request, model)
     params = SamplingParams(structured_outputs=_structured(exchange, request))
     plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
-    prompt = await _prompt(exchange, request, model, plan, params)
+    prompt = await _prompt(exchange, request, model, plan)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
 
@@ -388,11 +388,7 @@ def _params(exchange: Exchange, request: MessagesRequest, model: ServedModel) ->
 
 
 async def _prompt(
-    exchange: Exchange,
-    request: CountTokensRequest,
-    model: ServedModel,
-    plan: ToolPlan,
-    params: SamplingParams,
+    exchange: Exchange, request: CountTokensRequest, model: ServedModel, plan: ToolPlan
 ) -> Prompt:
     messages = _messages(exchange, request)
     mode = request.thinking.type if request.thinking is not None else "disabled"

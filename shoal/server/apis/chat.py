@@ -103,7 +103,7 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
     )
     plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
-    prompt = await _prompt(exchange, model, request, plan, params)
+    prompt = await _prompt(exchange, model, request, plan)
     is_plain = plan.mode == "none" and model.loaded.reasoning_parser == "none"
     form = (
         None
@@ -236,11 +236,7 @@ def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
 
 
 async def _prompt(
-    exchange: Exchange,
-    model: ServedModel,
-    request: ChatCompletionRequest,
-    plan: ToolPlan,
-    params: SamplingParams,
+    exchange: Exchange, model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan
 ) -> Prompt:
     prompt = await model.chat_prompt(
         [readable_message(exchange, message) for message in request.messages],

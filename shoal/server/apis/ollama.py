@@ -280,7 +280,7 @@ async def chat(exchange: Exchange) -> None:
     plan = plan_tools(functions, None, None, model.loaded.tool_call_parser)
     params = _params(request, model)
     plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
-    prompt = await _chat_prompt(request, model, messages, plan, params)
+    prompt = await _chat_prompt(request, model, messages, plan)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
 
@@ -307,7 +307,7 @@ async def generate(exchange: Exchange) -> None:
         plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
         messages = [{"role": "system", "content": request.system}] if request.system else []
         messages.append({"role": "user", "content": request.prompt})
-        prompt = await _chat_prompt(request, model, messages, plan, params)
+        prompt = await _chat_prompt(request, model, messages, plan)
     if request.context:
         prompt = Prompt([*request.context, *prompt.token_ids], prompt.text)
     writer.gives_context = not request.raw
@@ -315,11 +315,7 @@ async def generate(exchange: Exchange) -> None:
 
 
 async def _chat_prompt(
-    request: OllamaRequest,
-    model: ServedModel,
-    messages: list[dict[str, Any]],
-    plan: ToolPlan,
-    params: SamplingParams,
+    request: OllamaRequest, model: ServedModel, messages: list[dict[str, Any]], plan: ToolPlan
 ) -> Prompt:
     think, thinking = request.think, thinking_of(None, plan)
     if think and model.loaded.reasoning_parser == "none":
