@@ -25,52 +25,6 @@ from shoal.kernels.sampling.split_sample import join_parts, sample_parts
 from shoal.kernels.sampling.token_history import locate_rows, put_samples, store_tokens, take_rows
 from shoal.kinds.attention import QueryScaling
 
-__all__ = [
-    "add_bias",
-    "add_norm_linear",
-    "add_normed",
-    "add_rms_norm",
-    "apply_updates",
-    "attend_new_tokens",
-    "ban_stops",
-    "ban_words",
-    "begin_decode",
-    "causal_conv",
-    "copy_ints",
-    "copy_rows",
-    "delta_mixer",
-    "embed",
-    "float_linear",
-    "fork_norms",
-    "gate_mul",
-    "gate_output",
-    "gated_delta",
-    "gated_norm",
-    "join_norms",
-    "join_parts",
-    "keep_allowed",
-    "keep_bits",
-    "latent_norm_rope_store",
-    "linear",
-    "linear_add",
-    "linear_gated",
-    "locate_rows",
-    "mamba2",
-    "mamba_mixer",
-    "moe",
-    "norm_float_linear",
-    "norm_linear",
-    "penalize",
-    "put_samples",
-    "qk_norm_rope_store",
-    "rms_norm",
-    "sample",
-    "sample_parts",
-    "soft_cap",
-    "store_tokens",
-    "take_rows",
-]
-
 LIBRARY = cpu_build.load()
 
 

@@ -2,5 +2,3 @@
 
 from shoal.kernels.drafting.look_up import look_up
 from shoal.kernels.drafting.verify import accept, begin_verification, write_histories
-
-__all__ = ["accept", "begin_verification", "look_up", "write_histories"]

@@ -68,7 +68,7 @@ def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afte
         seen.append(torch.get_num_threads())
         cpu_ops.keep_bits(*args)
 
-    ops = types.SimpleNamespace(**{name: getattr(cpu_ops, name) for name in cpu_ops.__all__})
+    ops = types.SimpleNamespace(**vars(cpu_ops))
     ops.keep_bits = keep_bits
     sampler = sampler_of(4, 100, ops)
     masks = np.zeros((1, 4), np.int32)
@@ -169,7 +169,7 @@ def test_the_options_of_all_rows_that_a_step_admits_are_sent_in_one_copy(monkeyp
 def test_only_the_rows_concerned_are_copied_and_drawn_again():
     """Regression: one row with a penalty copied the logits of all rows, and drew all of them again."""
     taken, drawn = [], []
-    ops = types.SimpleNamespace(**{name: getattr(cpu_ops, name) for name in cpu_ops.__all__})
+    ops = types.SimpleNamespace(**vars(cpu_ops))
 
     def take_rows(logits_SV, samples_K, out_KV):
         taken.append(samples_K.tolist())
