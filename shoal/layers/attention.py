@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import AttentionShape, Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.head_numbers import HeadNumbers
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import build_head_norm
@@ -73,40 +72,27 @@ class Attention(nn.Module):
         return self.q_norm, self.k_norm
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep
+    ) -> Stream:
         """Returns what is left to add to the new residual (None: nothing; on several ranks this rank's part),
-        and the new residual, which is residual + x. Both are [S, D] if `select_S` says which tokens are
-        wanted. `norm` is taken of the new residual before the matmul."""
+        and the new residual, which is residual + x. Both are [S, D] if `step.select_S` says which tokens
+        are wanted. `norm` is taken of the new residual before the matmul."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
-        out, residual = self.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        out, residual = self.attend(qkv, residual_TD, step)
         return (None if out is None else self.o_proj.add_to(out, residual)), residual
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def attend(self, qkv: torch.Tensor, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Turns the output of the q, k, v matmul, [T, (H + 2G) * N], into the input of the output matmul,
         [T, H * N], and returns it with the residual. There is q alone if another layer stores k and v.
-        `select_S` restricts both to the selected tokens. If it selects nothing, the first result is None."""
+        `step.select_S` restricts both to the selected tokens. If it selects nothing, the first result is
+        None."""
         h, g, n = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         q_norm, k_norm = (None if norm is None else norm.weight for norm in self.head_norms())
-        tokens = step.positions_T, step.rows_T, step.block_tables[cache.table]
+        given, cache, cos_sin, select_S = step
+        tokens = given.positions_T, given.rows_T, given.block_tables[cache.table]
         inputs = qkv, q_norm, k_norm, self.eps, cos_sin, *tokens, cache
-        if self.is_plain and select_S is None and step.num_decodes == len(qkv):  # a token of each sequence
-            out = self.ops.attend_new_tokens(*inputs, step.kv_lens_S, self.shape.scale)
+        if self.is_plain and select_S is None and given.num_decodes == len(qkv):  # a token of each sequence
+            out = self.ops.attend_new_tokens(*inputs, given.kv_lens_S, self.shape.scale)
             if out is not None:
                 return out, residual_TD
         self.ops.qk_norm_rope_store(
@@ -125,6 +111,6 @@ class Attention(nn.Module):
         else:
             q_THN, k_TGN, v_TGN = qkv.view(-1, h, n), None, None
         sinks_H = None if self.sinks is None else self.sinks.values_H
-        out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, step, select_S is not None, sinks_H)
+        out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, given, select_S is not None, sinks_H)
         out = out_THN.view(-1, h * n)
         return (out, residual_TD) if select_S is None else (out[select_S], residual_TD[select_S])

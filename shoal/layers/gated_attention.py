@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -28,22 +27,15 @@ class GatedAttention(Attention):
         self.gate_proj = Linear(config.hidden_size, {kind.gate.tensor: size}, tp, ops, split="columns")
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep
+    ) -> Stream:
         """Takes and returns what Attention.forward does."""
         normed_TD = norm.add(x_TD, residual_TD)
         qkv = self.qkv_proj(normed_TD)
-        out, residual = self.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        out, residual = self.attend(qkv, residual_TD, step)
         if out is None:
             return None, residual
-        return self.o_proj.add_to(self.gated(out, normed_TD, select_S), residual), residual
+        return self.o_proj.add_to(self.gated(out, normed_TD, step.select_S), residual), residual
 
     def gated(
         self, out_X: torch.Tensor, normed_TD: torch.Tensor, select_S: torch.Tensor | None

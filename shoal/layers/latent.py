@@ -15,11 +15,10 @@ from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.attention.latent import LatentBackend
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.latent import LatentKind
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into
 from shoal.layers.norm import RMSNorm
@@ -71,17 +70,11 @@ class LatentAttention(nn.Module):
         )
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep
+    ) -> Stream:
         """As Attention.forward."""
-        kind = self.kind
+        kind, (given, cache, cos_sin, select_S) = self.kind, step
+        assert cos_sin is not None
         a_TY, residual_TD = norm.add_linear(x_TD, residual_TD, self.a_proj)
         q_a, latent_TN = self.ops.latent_norm_rope_store(
             a_TY,
@@ -89,9 +82,9 @@ class LatentAttention(nn.Module):
             self.kv_a_layernorm.weight,
             LATENT_EPS,
             cos_sin,
-            step.positions_T,
-            step.rows_T,
-            step.block_tables[cache.table],
+            given.positions_T,
+            given.rows_T,
+            given.block_tables[cache.table],
             cache,
             kind.interleaved,
         )
@@ -103,7 +96,7 @@ class LatentAttention(nn.Module):
             assert q_a is not None
             q_TX = self.q_b_proj(q_a)
         q_THX = q_TX.unflatten(1, (kind.num_heads, kind.query_dim))
-        out_THV = self.backend.attend(q_THX, latent_TN, self.kv_b_proj.weight, cos_sin, cache, step)
+        out_THV = self.backend.attend(q_THX, latent_TN, self.kv_b_proj.weight, cos_sin, cache, given)
         return self.o_proj.add_selected(out_THV.flatten(1), residual_TD, select_S)
 
 

@@ -18,6 +18,7 @@ from shoal.kernels.ops import Ops
 from shoal.kinds.latent import LatentKind
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.keeping import keep_matrices
+from shoal.layers.layer_step import LayerStep
 from shoal.layers.matrix import Holding
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
@@ -117,8 +118,9 @@ class Decoder(nn.Module):
             if self.layer_embeddings is not None:
                 own = self.layer_embeddings(step.token_ids_T, residual)
             for i, layer in self.running:
-                inputs = (x, residual, step, caches[i], self.ropes[i], select_S if i == last else None)
-                x, residual = layer(*inputs) if own is None else layer(*inputs, own[i])
+                layer_step = LayerStep(step, caches[i], self.ropes[i], select_S if i == last else None)
+                more = () if own is None else (own[i],)
+                x, residual = layer(x, residual, layer_step, *more)
                 if after_layer is not None:
                     after_layer(i)
         return self.norm.add(x, residual)

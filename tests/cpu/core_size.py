@@ -58,6 +58,7 @@ STOPS: dict[str, tuple[str, ...]] = {
     "layers": (
         "layers/attention.py",
         "layers/embedding.py",
+        "layers/layer_step.py",
         "layers/linear.py",
         "layers/matrix.py",
         "layers/mlp.py",

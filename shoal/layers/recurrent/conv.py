@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.recurrent.sequences import Sequences
+from shoal.layers.layer_step import StateStep
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into
 from shoal.layers.parallel import TensorParallel
 
@@ -68,7 +67,8 @@ class ConvWeights(LoadingLayer):
             start, own = start + size, own + length
 
 
-def sequences_of(step: StepInput, memory: LayerState) -> Sequences:
-    """Returns the sequences of a step for the layer that has this memory."""
-    drafts = None if memory.drafts is None else memory.drafts.of(step.num_decodes, step.queries)
-    return Sequences(step.rows_S, step.query_starts_S, step.positions_T, step.num_decodes, drafts)
+def sequences_of(step: StateStep) -> Sequences:
+    """Returns the sequences of a layer's step."""
+    given, drafts = step.input, step.memory.drafts
+    spans = None if drafts is None else drafts.of(given.num_decodes, given.queries)
+    return Sequences(given.rows_S, given.query_starts_S, given.positions_T, given.num_decodes, spans)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.mixers import DeltaWeights
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind
 from shoal.layers.head_numbers import HeadNumbers
+from shoal.layers.layer_step import StateStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import FloatNorm
@@ -50,22 +50,15 @@ class DeltaNet(nn.Module):
         )
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        memory: LayerState,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes and returns what Attention.forward does; `memory` is the layer's state."""
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
+    ) -> Stream:
+        """Takes and returns what Attention.forward does; `step.memory` is the layer's state."""
         normed_TD = norm.add(x_TD, residual_TD)
         qkvz, (b_TH, a_TH) = self.in_proj_qkvz(normed_TD), self.in_proj_ba(normed_TD).chunk(2, dim=1)
         qkv_TC, z_TX = qkvz.split((sum(self.sizes), self.sizes[2]), dim=1)
         inputs = qkv_TC, z_TX, a_TH, b_TH
-        gated_TX = self.ops.delta_mixer(*inputs, self._weights(), memory, sequences_of(step, memory))
-        return self.out_proj.add_selected(gated_TX, residual_TD, select_S)
+        gated_TX = self.ops.delta_mixer(*inputs, self._weights(), step.memory, sequences_of(step))
+        return self.out_proj.add_selected(gated_TX, residual_TD, step.select_S)
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
         """Applies pending inputs to the states of these sequences, which have no tokens of their own."""
@@ -113,19 +106,12 @@ class KimiDelta(nn.Module):
         )
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        memory: LayerState,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes and returns what Attention.forward does; `memory` is the layer's state."""
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
+    ) -> Stream:
+        """Takes and returns what Attention.forward does; `step.memory` is the layer's state."""
         normed_TD, rank = norm.add(x_TD, residual_TD), self.kind.gate_rank
         f_TR, g_TR, b_TH = self.low_proj(normed_TD).split((rank, rank, len(self.A_log.values_H)), dim=1)
-        sequences = sequences_of(step, memory)
+        memory, select_S, sequences = step.memory, step.select_S, sequences_of(step)
         out_TX = self._rule(
             self.qkv_proj(normed_TD), self.f_b_proj(f_TR.contiguous()), b_TH, memory, sequences
         )

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.mixers import MambaWeights, mamba_in_parts
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import Mamba2Kind
 from shoal.layers.head_numbers import HeadNumbers
+from shoal.layers.layer_step import StateStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor
 from shoal.layers.norm import RMSNorm
@@ -74,27 +74,20 @@ class Mamba2(nn.Module):
         )
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        memory: LayerState,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes and returns what Attention.forward does; `memory` is the layer's state."""
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
+    ) -> Stream:
+        """Takes and returns what Attention.forward does; `step.memory` is the layer's state."""
         projected, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
         z_TP, mixed_TC, dt_TH = projected.split(
             (self.sizes[0], sum(self.sizes), len(self.A_log.values_H)), dim=1
         )
-        weights, sequences = self._weights(), sequences_of(step, memory)
+        weights, memory, sequences = self._weights(), step.memory, sequences_of(step)
         if self.kind.num_groups % self.tp.size == 0:
             gated_TP = self.ops.mamba_mixer(mixed_TC, z_TP, dt_TH, weights, memory, sequences)
         else:
             parts = self.ops.causal_conv, self.ops.mamba2, self._norm_over_ranks
             gated_TP = mamba_in_parts(parts, mixed_TC, z_TP, dt_TH, weights, memory, sequences)
-        return self.out_proj.add_selected(gated_TP, residual, select_S)
+        return self.out_proj.add_selected(gated_TP, residual, step.select_S)
 
     def apply_pending(self, memory: LayerState, sequences: Sequences) -> None:
         """Applies pending inputs to the states of these sequences, which have no tokens of their own."""

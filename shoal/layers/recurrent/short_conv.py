@@ -7,11 +7,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ShortConvKind
+from shoal.layers.layer_step import StateStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -45,19 +45,13 @@ class ShortConv(nn.Module):
         )
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        memory: LayerState,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes and returns what Attention.forward does; `memory` is the layer's state."""
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
+    ) -> Stream:
+        """Takes and returns what Attention.forward does; `step.memory` is the layer's state."""
         bcx, residual = norm.add_linear(x_TD, residual_TD, self.in_proj)
         b_TC, c_TC, x_TC = bcx.chunk(3, dim=1)
-        mixed_TC = self._mixed(b_TC * x_TC, memory, sequences_of(step, memory))
+        mixed_TC = self._mixed(b_TC * x_TC, step.memory, sequences_of(step))
+        select_S = step.select_S
         if select_S is not None:
             if len(select_S) == 0:
                 return None, residual[:0]

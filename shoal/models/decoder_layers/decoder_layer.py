@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.experts import MoE
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
@@ -37,22 +36,14 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)
         self.post_attention_layernorm = build_norm(config, config.hidden_size, ops, tp)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes what the layer before left to add to the residual (None: nothing), and the residual, which it
         may change in place. Returns the same two for the next layer.
 
-        With `select_S` only these tokens' results are returned. Keys and values of all tokens are written to
-        the cache; the rest of the layer runs for the selected ones.
+        With `step.select_S` only these tokens' results are returned. Keys and values of all tokens are
+        written to the cache; the rest of the layer runs for the selected ones.
         """
-        x, residual = self.self_attn(x_TD, residual_TD, self.input_layernorm, step, cache, cos_sin, select_S)
+        x, residual = self.self_attn(x_TD, residual_TD, self.input_layernorm, step)
         if len(residual) == 0:
             return None, residual
         return self.mlp(x, residual, self.post_attention_layernorm)

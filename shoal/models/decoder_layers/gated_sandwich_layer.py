@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.experts import MoE
 from shoal.layers.gated_attention import GatedAttention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
@@ -25,23 +24,15 @@ class GatedSandwichLayer(SandwichLayer):
             return super().build_mlp(config, kind, tp, ops)
         return MoE(config, kind.experts, tp, ops)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
         attention = self.self_attn
         normed_TD = self.input_layernorm.add(x_TD, residual_TD)
         qkv = attention.qkv_proj(normed_TD)
-        out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        out, residual = attention.attend(qkv, residual_TD, step)
         if out is None:
             return None, residual
-        self.feed_forward(attention.o_proj(attention.gated(out, normed_TD, select_S)), residual)
+        self.feed_forward(attention.o_proj(attention.gated(out, normed_TD, step.select_S)), residual)
         return None, residual
 
     def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:

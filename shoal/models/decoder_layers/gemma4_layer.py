@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.kinds.experts import ExpertsKind
 from shoal.layers.experts import Experts, RouterLayer
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
 from shoal.layers.norm import RMSNorm
@@ -108,17 +107,14 @@ class Gemma4Layer(SandwichLayer):
         self,
         x_TD: torch.Tensor | None,
         residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
+        step: CacheStep,
         embeddings_TP: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> Stream:
         """Takes and returns what DecoderLayer.forward does. `embeddings_TP`: the layer's own of each
         token."""
-        _, residual = super().forward(x_TD, residual_TD, step, cache, cos_sin, select_S)
+        _, residual = super().forward(x_TD, residual_TD, step)
         if self.per_layer is not None and embeddings_TP is not None and len(residual):
-            own_TP = embeddings_TP if select_S is None else embeddings_TP[select_S]
+            own_TP = embeddings_TP if step.select_S is None else embeddings_TP[step.select_S]
             added_TD = self.per_layer(residual, own_TP)
             self._join(added_TD, None, self.per_layer.post_per_layer_input_norm, residual, is_last=True)
         return None, residual

@@ -6,33 +6,24 @@ from __future__ import annotations
 import torch
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 
 
 class HunyuanAttention(Attention):
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def attend(self, qkv: torch.Tensor, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what Attention.attend does."""
-        assert cos_sin is not None
+        assert step.cos_sin is not None
         h, g, n = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         qk_THN = qkv.view(-1, h + 2 * g, n)[:, : h + g]
-        cos, sin = cos_sin[step.positions_T.long().clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = step.cos_sin[step.input.positions_T.long().clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
         first, second = qk_THN.float().chunk(2, dim=-1)
         qk_THN.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-        return super().attend(qkv, residual_TD, step, cache, None, select_S)
+        return super().attend(qkv, residual_TD, step._replace(cos_sin=None))
 
 
 class HunyuanLayer(DecoderLayer):

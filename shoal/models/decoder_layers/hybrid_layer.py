@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
 from shoal.kernels.layer_cache import LayerMemory, LayerState
 from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind, Mamba2Kind, ShortConvKind
 from shoal.layers.experts import MoE
+from shoal.layers.layer_step import LayerStep, Stream
 from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
@@ -54,23 +54,17 @@ class HybridLayer(nn.Module):
             self.post_attention_layernorm = build_norm(config, config.hidden_size, ops, tp)
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        memory: LayerMemory,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: LayerStep[LayerMemory]
+    ) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
         x, residual, norm = x_TD, residual_TD, self.input_layernorm
         if self.mixer_name is not None:
             mixer = getattr(self, self.mixer_name)
-            x, residual = mixer(x, residual, norm, step, memory, cos_sin, select_S)
+            x, residual = mixer(x, residual, norm, step)
             if self.mlp is None:
                 return x, residual
             norm = self.post_attention_layernorm
-        elif select_S is not None:
+        elif (select_S := step.select_S) is not None:
             x, residual = None if x is None else x[select_S], residual[select_S]
         if len(residual) == 0:
             return None, residual

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
 from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
@@ -89,21 +88,13 @@ class Olmo2Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
         attention, mlp = self.self_attn, self.mlp
         qkv = attention.qkv_proj(residual_TD)
         if isinstance(attention, Olmo2Attention):
             qkv = attention.normed(qkv)
-        out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        out, residual = attention.attend(qkv, residual_TD, step)
         if out is None:
             return None, residual
         residual.add_(self.post_attention_layernorm(attention.o_proj(out)))

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import build_norm
 from shoal.layers.parallel import TensorParallel
@@ -29,23 +28,15 @@ class ParallelLayer(nn.Module):
         self.mlp = MLP(config, tp, ops)
         self.input_layernorm = build_norm(config, config.hidden_size, ops)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
         attention, mlp = self.self_attn, self.mlp
         normed_TD = self.input_layernorm.add(x_TD, residual_TD)
         qkv = attention.qkv_proj(normed_TD)
-        out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+        out, residual = attention.attend(qkv, residual_TD, step)
         if out is None:
             return None, residual
-        if select_S is not None:
-            normed_TD = normed_TD[select_S]
+        if step.select_S is not None:
+            normed_TD = normed_TD[step.select_S]
         hidden = mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))
         return None, residual.add_(attention.o_proj(out)).add_(hidden)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep
 from shoal.layers.linear import Linear
 from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
@@ -27,23 +26,17 @@ class RanksLayer(DecoderLayer):
     """Takes and returns pieces, too, as what is to be added to the residual."""
 
     def forward(  # type: ignore[override]
-        self,
-        x_TD: torch.Tensor | Pieces | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Pieces | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor, step: CacheStep
+    ) -> PieceStream:
         attention, mlp, tp = self.self_attn, self.mlp, self.input_layernorm.tp
         sums = None if tp is None else tp.large_sums
         if type(attention) is Attention and type(mlp) is MLP and sums and sums.pieces(len(residual_TD)):
             layer = Layer(attention, mlp, self.input_layernorm, self.post_attention_layernorm)
-            return in_pieces(layer, sums, x_TD, residual_TD, step, cache, cos_sin, select_S)
+            return in_pieces(layer, sums, x_TD, residual_TD, step)
         if isinstance(x_TD, Pieces):
             x_TD.add_to(residual_TD)
             x_TD = None
-        return super().forward(x_TD, residual_TD, step, cache, cos_sin, select_S)
+        return super().forward(x_TD, residual_TD, step)
 
 
 class Layer(NamedTuple):
@@ -56,7 +49,7 @@ class Layer(NamedTuple):
 
 
 # x and the residual, as a layer takes and returns them
-Stream = tuple[torch.Tensor | Pieces | None, torch.Tensor]
+PieceStream = tuple[torch.Tensor | Pieces | None, torch.Tensor]
 
 
 def in_pieces(
@@ -64,15 +57,12 @@ def in_pieces(
     sums: LargeSums,
     x_TD: torch.Tensor | Pieces | None,
     residual_TD: torch.Tensor,
-    step: StepInput,
-    cache: LayerCache,
-    cos_sin: torch.Tensor | None,
-    select_S: torch.Tensor | None,
-) -> Stream:
+    step: CacheStep,
+) -> PieceStream:
     """Runs a dense layer on the rows of a large step. Takes and returns what RanksLayer.forward does."""
     attention, mlp, _, norm = layer
     qkv = projected(x_TD, residual_TD, layer.attention_norm, attention.qkv_proj)
-    out, residual = attention.attend(qkv, residual_TD, step, cache, cos_sin, select_S)
+    out, residual = attention.attend(qkv, residual_TD, step)
     del qkv
     if out is None:
         return None, residual

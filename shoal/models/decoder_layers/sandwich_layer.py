@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm_kinds import add_normed, build_norm
@@ -39,19 +38,11 @@ class SandwichLayer(nn.Module):
     def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> nn.Module:
         return MLP(config, tp, ops)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
         attention = self.self_attn
         qkv, residual = self.input_layernorm.add_linear(x_TD, residual_TD, attention.qkv_proj)
-        out, residual = attention.attend(qkv, residual, step, cache, cos_sin, select_S)
+        out, residual = attention.attend(qkv, residual, step)
         if out is None:
             return None, residual
         self.feed_forward(attention.o_proj(out), residual)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from shoal.attention.backend import Backends
-from shoal.attention.step_input import StepInput
-from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
@@ -19,18 +18,11 @@ class WidthNormAttention(Olmo2Attention):
     """Olmo2Attention behind a norm."""
 
     def forward(
-        self,
-        x_TD: torch.Tensor | None,
-        residual_TD: torch.Tensor,
-        norm: RMSNorm,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep
+    ) -> Stream:
         """Takes and returns what Attention.forward does."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
-        out, residual = self.attend(self.normed(qkv), residual_TD, step, cache, cos_sin, select_S)
+        out, residual = self.attend(self.normed(qkv), residual_TD, step)
         return (None if out is None else self.o_proj.add_to(out, residual)), residual
 
 

@@ -16,6 +16,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
+from shoal.layers.layer_step import CacheStep, LayerStep, Stream
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape
 from shoal.layers.mlp import MLP
@@ -43,21 +44,14 @@ class FirstLayer(nn.Module):
         self.hidden_norm = build_norm(config, size, ops)
         self.post_attention_layernorm = build_norm(config, size, ops, tp)
 
-    def forward(
-        self,
-        embedded_TD: torch.Tensor,
-        hidden_TD: torch.Tensor,
-        step: StepInput,
-        cache: LayerCache,
-        cos_sin: torch.Tensor | None,
-        select_S: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Returns what a DecoderLayer does."""
         normed_TD = self.hidden_norm(hidden_TD)
         pair = torch.cat((self.input_layernorm(embedded_TD), normed_TD), dim=1)
         residual = normed_TD if self.norm_before_residual else hidden_TD
         attention = self.self_attn
-        out, residual = attention.attend(attention.qkv_proj(pair), residual, step, cache, cos_sin, None)
+        whole, select_S = step._replace(select_S=None), step.select_S
+        out, residual = attention.attend(attention.qkv_proj(pair), residual, whole)
         assert out is not None
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]
@@ -144,11 +138,10 @@ class Eagle3Head(DraftHead):
         assert embeds is not None
         first, *others = self.layers
         selects_first = None if others else select_S
-        x, residual = first(
-            embeds.embed(token_ids_T), hidden_TD, step, caches[0], self.ropes[0], selects_first
-        )
+        layer_step = LayerStep(step, caches[0], self.ropes[0], selects_first)
+        x, residual = first(embeds.embed(token_ids_T), hidden_TD, layer_step)
         for i, layer in enumerate(others, 1):
-            x, residual = layer(x, residual, step, caches[i], self.ropes[i])
+            x, residual = layer(x, residual, LayerStep(step, caches[i], self.ropes[i]))
         if others and select_S is not None:
             x, residual = None if x is None else x[select_S], residual[select_S]
         normed = self.norm.add(x, residual)

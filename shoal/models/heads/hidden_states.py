@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shoal.attention.step_input import StepInput
+from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.pieces import Pieces
 from shoal.models.decoder import Decoder
 
@@ -110,10 +111,10 @@ class _ReadLayer(nn.Module):
         self.layer, self.states, self.places, self.is_first = layer, states, places, is_first
 
     def forward(
-        self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor, step: StepInput, *others: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, x_TD: torch.Tensor | Pieces | None, residual_TD: torch.Tensor, step: CacheStep, *others: Any
+    ) -> Stream:
         if self.is_first:
-            self.states.begin(step)
+            self.states.begin(step.input)
         if isinstance(x_TD, Pieces):
             x_TD.add_to(residual_TD)
             x_TD = None

@@ -16,6 +16,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kernels.ops import Ops
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.keeping import keep_matrices
+from shoal.layers.layer_step import LayerStep
 from shoal.layers.linear import Linear
 from shoal.layers.matrix import Holding
 from shoal.layers.norm_kinds import build_norm
@@ -73,7 +74,8 @@ class MtpHead(DraftHead):
         x, residual = None, self.fc(pair)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, step, caches[i], self.ropes[i], select_S if i == last else None)
+            layer_step = LayerStep(step, caches[i], self.ropes[i], select_S if i == last else None)
+            x, residual = layer(x, residual, layer_step)
         normed = (self.norm or target.norm).add(x, residual)
         return normed, normed
 

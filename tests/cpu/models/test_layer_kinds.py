@@ -14,6 +14,7 @@ from shoal.kernels.layer_cache import LayerCache
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.rope import RopeConfig
 from shoal.layers.attention import attention_shape
+from shoal.layers.layer_step import LayerStep
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder import Decoder, rehearsed_layers
@@ -76,7 +77,7 @@ def test_each_layer_computes_with_its_own_heads_rope_and_window():
         alone.layers[0].load_state_dict(layer.state_dict())
         [backend], [cache] = alone.backends, caches_of(config)
         backend.begin(step)
-        x, residual = alone.layers[0](None, residual, step, cache, alone.ropes[0])
+        x, residual = alone.layers[0](None, residual, LayerStep(step, cache, alone.ropes[0]))
         residual = residual if x is None else residual + x
     torch.testing.assert_close(found, model.norm(residual), rtol=1e-5, atol=1e-5)
 
