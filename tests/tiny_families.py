@@ -455,6 +455,19 @@ FAMILIES |= {
         dict(GEMMA4, global_head_dim=32, attention_k_eq_v=True, num_global_key_value_heads=1),
         gemma4_names,
     ),
+    # Regression: keys that are values had no bias, and such files were refused
+    "gemma4-bias": (
+        "Gemma4TextConfig",
+        dict(
+            GEMMA4,
+            global_head_dim=32,
+            attention_k_eq_v=True,
+            attention_bias=True,
+            num_global_key_value_heads=1,
+            num_hidden_layers=2,
+        ),
+        gemma4_names,
+    ),
     "gemma4-shared": (
         "Gemma4Config",
         dict(
@@ -502,7 +515,7 @@ FAMILIES["gemma4-unified"] = (
     ),
     gemma4_names,
 )
-TWO_HEAD_SIZES = ("gemma4", "gemma4-shared", "gemma4-experts", "gemma4-unified")
+TWO_HEAD_SIZES = ("gemma4", "gemma4-bias", "gemma4-shared", "gemma4-experts", "gemma4-unified")
 FAMILIES["llama4"] = (
     "Llama4TextConfig",
     dict(

@@ -66,10 +66,13 @@ def _yarn(rope: RopeConfig, wavelengths: np.ndarray) -> np.ndarray:
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Long wavelengths are stretched by `factor` and short ones kept; those between are blended smoothly."""
+    """Long wavelengths are stretched by `factor` and short ones kept; those between are blended smoothly, if
+    there is a range between."""
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     wavelengths = np.float32(2 * math.pi) / plain
     stretched = plain / np.float32(rope.factor)
+    if low == high:
+        return np.where(wavelengths < original / high, plain, stretched).astype(np.float32)
     smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1.0) - smooth) * plain / np.float32(rope.factor) + smooth * plain
     not_long = np.where(wavelengths < original / high, plain, blended)

@@ -146,9 +146,9 @@ def _rotary_dim(fields: ConfigFields, share: float, head_dim: int, may_be_odd: b
 
 def _llama3(rope: ConfigFields, theta: float, original: int, share: float) -> RopeConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
+    if high < low:  # Llama 4 Scout has both at 1
         raise CheckpointError(
-            f"{rope.where}: high_freq_factor must be more than low_freq_factor {low:g}, got {high:g}; "
+            f"{rope.where}: high_freq_factor must be at least low_freq_factor {low:g}, got {high:g}; "
             "correct one of them"
         )
     return RopeConfig(

@@ -27,16 +27,19 @@ from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
 
 class KeyIsValue(Linear):
     """The matmul for q, k and v of a layer whose values are its keys before their norm and rotation. The
-    checkpoint's matrix of k is held twice, so that k and v are one more pair of heads' rows as everywhere."""
+    checkpoint's matrix and bias of k are held twice, so that k and v are one more pair of heads' rows as
+    everywhere."""
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
-        query, key, *_ = super().checkpoint_tensors(path)
-        yield query
-        yield key._replace(load=self._load_both)
+        tensors = [*super().checkpoint_tensors(path)]  # q, k, v: each a matrix, and perhaps a bias
+        per_part = len(tensors) // 3
+        yield from tensors[:per_part]
+        for key, value in zip(tensors[per_part : 2 * per_part], tensors[2 * per_part :]):
+            yield key._replace(load=partial(self._load_both, key, value))
 
-    def _load_both(self, tensor: Loaded, name: str) -> None:
-        self._load_weight(1, tensor, name)
-        self._load_weight(2, tensor, name)
+    def _load_both(self, key: CheckpointTensor, value: CheckpointTensor, tensor: Loaded, name: str) -> None:
+        key.load(tensor, name)
+        value.load(tensor, name)
 
 
 class Scalar(LoadingLayer):
@@ -96,7 +99,13 @@ class Gemma4Layer(SandwichLayer):
         if mixer.v_is_k:
             merged = self.self_attn.qkv_proj
             self.self_attn.qkv_proj = KeyIsValue(
-                config.hidden_size, merged.full_parts, tp, ops, split="columns", replicas=merged.replicas
+                config.hidden_size,
+                merged.full_parts,
+                tp,
+                ops,
+                split="columns",
+                bias=config.qkv_bias,
+                replicas=merged.replicas,
             )
         self.ops = ops
         self.beside = None if kind.experts is None else ExpertsBeside(config, kind.experts, tp, ops)

@@ -131,6 +131,14 @@ def test_a_dynamic_rope_has_the_frequencies_of_the_engines_length(length):
             high_freq_factor=4.0,
             original_max_position_embeddings=256,
         ),
+        # Llama 4 Scout's, which has no range between. Regression: it was refused.
+        dict(
+            rope_type="llama3",
+            factor=16.0,
+            low_freq_factor=1.0,
+            high_freq_factor=1.0,
+            original_max_position_embeddings=256,
+        ),
         dict(rope_type="linear", factor=4.0),
     ],
     ids=str,
