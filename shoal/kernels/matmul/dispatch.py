@@ -171,6 +171,7 @@ class Kernel(Enum):
     HOPPER_GATED = 5  # hopper_gated.py
     FP8_MANY = 6  # fp8_linear.py
     FP8_TORCH = 7  # torch._scaled_mm
+    UNPACKED = 8  # what 16 bits have, once the weight is unpacked to them (packed_linear.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     2 to 16       HOPPER, ELEMENTWISE (up to 4),      TILES                  TILES
                   TILES, CUBLAS
     17 to 256     HOPPER, TILES (up to 32), CUBLAS    FP8_TORCH, FP8_MANY    TILES
-    more          HOPPER_GATED, CUBLAS                FP8_TORCH, FP8_MANY    CUBLAS, after unpacking
+    more          HOPPER_GATED, CUBLAS                FP8_TORCH, FP8_MANY    UNPACKED
 
     Float32 goes to cuBLAS. A norm before one row is inside where a ring takes it, and where it is narrow."""
     is_fp8, is_packed = dtype == torch.float8_e4m3fn, shape.bits < 16
@@ -262,7 +263,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
         return _choose_fp8(shape, rows, gpu)
     if is_packed:
         packed = choose_packed_tiles(shape, rows, gpu)
-        return Matmul(Kernel.CUBLAS if packed is None else Kernel.TILES, packed)
+        return Matmul(Kernel.UNPACKED if packed is None else Kernel.TILES, packed)
     if is_16_bits and (chosen := _choose_16_bits(shape, rows, gpu)) is not None:
         return chosen
     adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= gpu.limits.added_inputs)
@@ -405,8 +406,8 @@ def _whole_packed_tiles(block_rows: int, inputs: int, bits: int, gated: bool) ->
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
-    """Returns the tiles of weights of 4 or 8 bits. None: the weights are unpacked, and cuBLAS multiplies; or
-    gate and up, which lie in whole tiles of 16 outputs only, are two matmuls."""
+    """Returns the tiles of weights of 4 or 8 bits. None: the weight is unpacked, for many rows, or where a
+    tile of 16 outputs would hold gate and up."""
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))

@@ -81,14 +81,13 @@ class GpuWeight(TiledWeight, PlainRows):
 
     def linear(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """x W^T + bias, [T, O]."""
-        return packed_linear.packed_matmul(self._ordered(x_TI), self, bias_O, False)
+        return packed_linear.packed_linear(self._ordered(x_TI), self, bias_O)
 
     def add(
         self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> torch.Tensor | None:
-        """Adds the matmul to the residual in place."""
-        packed_linear.packed_matmul(self._ordered(x_TI), self, bias_O, False, residual_TO)
-        return None
+        """Adds the matmul to the residual in place, or returns it for the next norm to add."""
+        return packed_linear.packed_add(self._ordered(x_TI), self, bias_O, residual_TO)
 
     def gated(
         self,
@@ -98,9 +97,7 @@ class GpuWeight(TiledWeight, PlainRows):
         activation: str = "silu",
     ) -> torch.Tensor:
         """activation(first half of the outputs) * second half, [T, F]."""
-        if activation != "silu":
-            return gate_mul(self.linear(x_TI, bias_2F), activation)
-        return packed_linear.packed_matmul(self._ordered(x_TI), self, bias_2F, True)
+        return packed_linear.packed_gated(self._ordered(x_TI), self, bias_2F, activation)
 
     def of_norm(
         self,

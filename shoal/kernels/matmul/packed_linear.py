@@ -1,8 +1,8 @@
 """Matmuls with weights of 4 or 8 bits that lie as gpu_weight.py lays them.
 
 A few rows are bound by the reading of the weights, so they are read packed and become bf16 or fp16 in
-registers (loaders.py, tile_matmul.py). One row has a pipeline of its own on Hopper. Of many rows cuBLAS makes
-the matmul, of weights that `unpack_rows` has unpacked, some outputs at a time.
+registers (loaders.py, tile_matmul.py). One row has a pipeline of its own on Hopper. For many rows a matrix is
+unpacked, by `unpack_rows`, into a tensor of the step, and multiplied as any matrix in 16 bits is (linear.py).
 
 T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matrix that
 `unpack_rows` gives.
@@ -11,13 +11,13 @@ T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from shoal.kernels.activation import gate_mul
 from shoal.kernels.matmul.dispatch import After, Kernel
 from shoal.kernels.matmul.launch import choose_for, launch
+from shoal.kernels.matmul.linear import linear, linear_add, linear_gated
 from shoal.kernels.matmul.loaders import (
     LARGER_BF16,
     LARGER_FP16,
@@ -33,7 +33,7 @@ from shoal.kernels.matmul.loaders import (
 from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv
 
-UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
+UNPACKED = 1 << 29  # As many weights are unpacked at a time: 1 GB. An output head may have more.
 UNPACKED_ROWS = 128  # and as many of their rows by a program
 
 
@@ -148,33 +148,48 @@ def _unpack_ids_kernel(
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * I + column, weights, mask=inside)
 
 
-def packed_matmul(
-    x_TI: torch.Tensor,
-    weight: TiledWeight,
-    bias: torch.Tensor | None,
-    gated: bool,
-    residual_TO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
-    added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
-    outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
-    after = After.SILU_MUL if gated else After.NOTHING if residual_TO is None else After.ADD
-    chosen = choose_for(weight, x_TI, bias, after=after)
-    if chosen.kernel is not Kernel.CUBLAS:
-        return launch(chosen, x_TI, weight, bias, gated, residual_TO)
-    if gated:
-        return gate_mul(packed_matmul(x_TI, weight, bias, False))
-    out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
-    step = max(1, UNPACKED // inputs // UNPACKED_ROWS) * UNPACKED_ROWS
-    for first in range(0, outs if len(x_TI) else 0, step):
+def packed_linear(x_TI: torch.Tensor, weight: TiledWeight, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight^T + bias. Bits do not depend on timing, as in the next two."""
+    outs, inputs = weight.shape
+    chosen = choose_for(weight, x_TI, bias_O)
+    if chosen.kernel is not Kernel.UNPACKED:
+        return launch(chosen, x_TI, weight, bias_O, False)
+    step = UNPACKED // inputs // UNPACKED_ROWS * UNPACKED_ROWS
+    if outs <= step:
+        return linear(x_TI, _unpacked(weight), bias_O)
+    out_TO = x_TI.new_empty((len(x_TI), outs))
+    for first in range(0, outs, step):
         rows = slice(first, min(outs, first + step))
-        unpacked = unpack_rows(weight, rows.start, rows.stop)
-        y = F.linear(x_TI, unpacked, None if bias is None else bias[rows])
-        if residual_TO is None:
-            out_TO[:, rows] = y
-        else:
-            out_TO[:, rows] += y
+        part = unpack_rows(weight, rows.start, rows.stop)
+        out_TO[:, rows] = linear(x_TI, part, None if bias_O is None else bias_O[rows])
     return out_TO
+
+
+def packed_add(
+    x_TI: torch.Tensor, weight: TiledWeight, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+) -> torch.Tensor | None:
+    """As linear.linear_add."""
+    chosen = choose_for(weight, x_TI, bias_O, after=After.ADD)
+    if chosen.kernel is Kernel.UNPACKED:
+        return linear_add(x_TI, _unpacked(weight), bias_O, residual_TO)
+    launch(chosen, x_TI, weight, bias_O, False, residual_TO)
+    return None
+
+
+def packed_gated(
+    x_TI: torch.Tensor, weight: TiledWeight, bias_2F: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """activation(first half of the outputs) * second half."""
+    chosen = choose_for(weight, x_TI, bias_2F, after=After.SILU_MUL)
+    if chosen.kernel is Kernel.UNPACKED:
+        return linear_gated(x_TI, _unpacked(weight), bias_2F, activation)
+    if activation != "silu":  # The others end with SiLU alone.
+        return gate_mul(packed_linear(x_TI, weight, bias_2F), activation)
+    return launch(chosen, x_TI, weight, bias_2F, True)
+
+
+def _unpacked(weight: TiledWeight) -> torch.Tensor:
+    return unpack_rows(weight, 0, weight.shape[0])
 
 
 def unpack_rows(weight: TiledWeight, start: int, stop: int) -> torch.Tensor:

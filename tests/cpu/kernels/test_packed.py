@@ -115,16 +115,23 @@ def test_matmuls_equal_those_of_the_unpacked_matrix(matrix) -> None:
 
 
 def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "UNPACKED", 128 * 80)  # 128 outputs at a time
-    tensor = _int4(149, 80, 16)
-    x, bias = torch.randn(300, 80).to(FP16), torch.randn(149).to(FP16)
-    residual = torch.randn(300, 149).to(FP16)
-    weight, y = _pack(tensor), F.linear(x.float(), tensor.dequantize(), bias.float())
-    _close(weight.linear(x, bias), y)
+    tensor = _int4(150, 80, 16)
+    x, bias = torch.randn(300, 80).to(FP16), torch.randn(150).to(FP16)
+    residual = torch.randn(300, 150).to(FP16)
+    weight, y = _pack(tensor), F.linear(x.float(), tensor.dequantize())
+    _close(weight.linear(x, bias), y + bias)
     total = residual.clone()
-    assert weight.add(x, bias, total) is None
+    assert weight.add(x, None, total) is None
     _close(total, residual + y)
-    assert weight.linear(x[:0], bias).shape == (0, 149)
+    left = weight.add(x, bias, total)  # as a weight in 16 bits leaves it to the next norm
+    assert left is not None
+    _close(left, y + bias)
+    gate, up = y.chunk(2, dim=1)
+    _close(weight.gated(x, None), F.silu(gate) * up)
+    _close(weight.gated(x, None, activation="gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
+    assert weight.linear(x[:0], bias).shape == (0, 150)
+    monkeypatch.setattr(packed_linear, "UNPACKED", 128 * 80)  # 128 outputs at a time
+    _close(weight.linear(x, bias), y + bias)
 
 
 def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
@@ -347,6 +354,6 @@ def test_packed_weights_have_their_own_matmul_up_to_a_limit_of_rows() -> None:
     limit = H200.limits.packed_rows
     for bits in (4, 8):
         assert choose(Shape(4096, 4096, bits=bits), limit, BF16, H200).kernel is Kernel.TILES
-        assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, H200).kernel is Kernel.CUBLAS
+        assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, H200).kernel is Kernel.UNPACKED
     odd = Shape(37, 4096, after=After.SILU_MUL, bits=4)
-    assert choose(odd, 1, BF16, H200).kernel is Kernel.CUBLAS  # two matmuls and an activation
+    assert choose(odd, 1, BF16, H200).kernel is Kernel.UNPACKED
