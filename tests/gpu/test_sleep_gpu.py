@@ -287,6 +287,30 @@ def test_two_engines_take_turns_on_one_card(build, folder, expected):
         assert tokens(two) == expected
 
 
+def test_graphs_read_no_memory_of_an_engine_that_ended_asleep(folder, root):
+    """cuBLAS keeps the workspaces that it takes during a process's first captures. An engine's end asleep
+    unmapped them, and the next engine's graphs ended in an illegal address."""
+    import json
+    import subprocess
+    import sys
+
+    other = tiny.write_model(root, "granite")
+    code = """
+import json, sys
+from tests.gpu.test_sleep_gpu import LLM, tokens
+options = dict(dtype="float32", max_model_len=256, max_num_seqs=16, gpu_memory_utilization=0.1)
+first = LLM(sys.argv[1], enable_sleep_mode=True, **options)
+tokens(first)
+first.sleep(level=1)
+first.exit()
+print(json.dumps(tokens(LLM(sys.argv[2], **options))))
+"""
+    command = [sys.executable, "-c", code, str(folder), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == tokens_of(other)
+
+
 def test_new_weights_leave_graphs_valid(build, folder, expected):
     llm = build()
     weights = load_file(folder / "model.safetensors")

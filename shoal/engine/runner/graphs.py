@@ -1,16 +1,19 @@
 """`StepGraphs`: CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a
 ladder of token counts. A captured step's content is in steps.py; start_up.py has them captured.
 
-Before any step is captured, each runs once with one layer of each kind. So kernels are compiled and loaded,
-and workspaces grow, outside of a capture. Graphs are captured from large to small in one memory pool, so that
+Before any step is captured, each runs once with one layer of each kind, on the stream of captures. So kernels
+are compiled and loaded, and workspaces grow, outside of a capture. cuBLAS keeps a workspace for each stream
+until the process ends. Taken during a capture it would lie in the pool of these graphs, which sleep unmaps,
+and graphs of other engines would use it. Graphs are captured from large to small in one memory pool, so that
 the smaller ones live in the memory of the largest, their outputs included.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -75,16 +78,31 @@ class StepGraphs(Generic[Key]):
 
     def rehearse(self, most: int | None = None) -> None:
         """Runs the steps of the `most` largest keys, or of all."""
-        with self.rehearsal():
+        with self.rehearsal(), on_capture_stream():
             for key in self.keys[:most]:
                 self.launch(key)
         torch.cuda.synchronize()
 
     def _capture_one(self, key: Key, pool: Any) -> StepGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
             outputs = self.launch(key)
         return StepGraph(graph, tuple(map(_unowned, outputs)))
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which all graphs of a GPU are captured."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def on_capture_stream() -> Iterator[None]:
+    """Launches go to that stream, behind those of the current one."""
+    stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
 
 
 class _Memory:
