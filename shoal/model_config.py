@@ -110,7 +110,6 @@ class ModelConfig:
     head_drafts: int | None = None  # the drafts a step that its config names
     num_draft_layers: int = 0  # further layers in the files, which draft tokens; they are not loaded
     dtype: str | None = None  # the checkpoint's, by torch's name; None: not in its config
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     # for a Hugging Face checkpoint; a GGUF file has a type for each tensor
     quantization: Quantization | None = None

@@ -69,7 +69,6 @@ def config_from_gguf(
         "architectures": [architecture.hf_class],
         "vocab_size": embedding[0],
         "rope_parameters": _gguf_rope(values, longrope, where),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos(metadata, where),
     }
     partial = "partial_rotary_factor" in architecture.defaults

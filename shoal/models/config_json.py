@@ -72,7 +72,6 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         activation=_activation(fields),
         num_draft_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         dtype=_dtype(fields),
-        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=fields.ids("eos_token_id"),
         quantization=read_quantization(fields),
     )

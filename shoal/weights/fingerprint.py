@@ -27,14 +27,7 @@ from shoal.weights.source import CheckpointFiles
 
 # These fields do not affect the computation. Tensors are converted to the engine's dtype, and the engine
 # has its own length and stop ids.
-FREE_FIELDS = {
-    "dtype",
-    "max_position_embeddings",
-    "bos_token_id",
-    "eos_token_ids",
-    "num_draft_layers",
-    "head_drafts",
-}
+FREE_FIELDS = {"dtype", "max_position_embeddings", "eos_token_ids", "num_draft_layers", "head_drafts"}
 # The fields that these had when engines first wrote KV to disks. Later fields count where they differ from
 # their defaults, so that KV of earlier versions is found.
 FIRST_FIELDS = {

@@ -38,7 +38,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 4096,
         "num_key_value_heads": None,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
     read=read,

@@ -43,7 +43,6 @@ COHERE = Architecture(
         "rope_theta": 500000.0,
         "logit_scale": 0.0625,
         "tie_word_embeddings": True,
-        "bos_token_id": 5,
         "eos_token_id": 255001,
     },
     read=read,

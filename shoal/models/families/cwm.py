@@ -15,7 +15,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 128000,
         "eos_token_id": [128001, 128008, 128009],
         "rope_theta": 1000000.0,
         "sliding_window": 8192,

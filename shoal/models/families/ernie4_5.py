@@ -23,7 +23,6 @@ ARCHITECTURE = Architecture(
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": True,
     },

@@ -40,7 +40,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 2048,
         "num_key_value_heads": 32,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
         "eos_token_id": 2,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,

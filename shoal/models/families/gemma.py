@@ -35,7 +35,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 8192,
         "num_key_value_heads": 16,
         "tie_word_embeddings": True,
-        "bos_token_id": 2,
         "eos_token_id": 1,
     },
     read=read,

@@ -77,7 +77,6 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
-    "bos_token_id": 2,
     "eos_token_id": 1,
 }
 GEMMA2 = Architecture(

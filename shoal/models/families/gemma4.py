@@ -139,7 +139,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 4,
         "sliding_window": 512,
         "tie_word_embeddings": True,
-        "bos_token_id": 2,
         "eos_token_id": 1,
         "partial_rotary_factor": 1.0,
         "hidden_size_per_layer_input": 256,

@@ -36,7 +36,6 @@ ARCHITECTURE = Architecture(
     defaults={
         "max_position_embeddings": 2048,
         "num_key_value_heads": None,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "embedding_multiplier": 1.0,
         "attention_multiplier": 1.0,

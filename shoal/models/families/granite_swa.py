@@ -50,7 +50,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 100257,
         "eos_token_id": 100257,
         "tie_word_embeddings": True,
         "sliding_window": 128,

@@ -31,7 +31,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 2048,
         "num_key_value_heads": None,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
         "eos_token_id": 2,
     },
     read=read,

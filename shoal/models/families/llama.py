@@ -17,12 +17,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 ARCHITECTURE = Architecture(
     name="llama",
     hf_class="LlamaForCausalLM",
-    defaults={
-        "max_position_embeddings": 2048,
-        "num_key_value_heads": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    defaults={"max_position_embeddings": 2048, "num_key_value_heads": None, "eos_token_id": 2},
     read=read,
     gguf=GGUFNames("llama", refused={"expert_count": "Mixtral"}, interleaved=True),
 )

@@ -29,7 +29,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "sliding_window": None,
         "rope_parameters": {

@@ -19,7 +19,6 @@ ARCHITECTURE = Architecture(
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "sliding_window": 4096,
     },

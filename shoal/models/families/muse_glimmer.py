@@ -72,7 +72,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 2,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 200000,
         "eos_token_id": 200001,
         "sliding_window": 2048,
         "final_logit_softcapping": 20.0,

@@ -15,7 +15,6 @@ ARCHITECTURE = Architecture(
         "original_max_position_embeddings": 4096,
         "num_key_value_heads": None,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
         "eos_token_id": 32000,
         "partial_rotary_factor": 1.0,
     },

@@ -17,7 +17,6 @@ QWEN2 = replace(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
         "max_window_layers": 80,
-        "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
     gguf=None,

@@ -26,7 +26,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "attention_bias": True,
-        "bos_token_id": 0,
         "eos_token_id": 2,
     },
     read=read,

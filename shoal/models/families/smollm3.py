@@ -39,7 +39,6 @@ ARCHITECTURE = Architecture(
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
-        "bos_token_id": 128000,
         "eos_token_id": 128001,
         "tie_word_embeddings": True,
         "rope_theta": 2000000.0,

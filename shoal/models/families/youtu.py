@@ -17,7 +17,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 16,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
-        "bos_token_id": 128000,
         "eos_token_id": 128001,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,

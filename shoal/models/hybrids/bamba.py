@@ -34,7 +34,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": PARTIAL,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "mamba_n_heads": 128,
         "mamba_n_groups": 1,

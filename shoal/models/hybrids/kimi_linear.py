@@ -74,7 +74,6 @@ ARCHITECTURE = Architecture(
         "num_attention_heads": 32,
         "max_position_embeddings": 1048576,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 163584,
         "eos_token_id": 163586,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,

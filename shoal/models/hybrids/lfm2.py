@@ -70,7 +70,6 @@ DEFAULTS = {
     "num_key_value_heads": 8,
     "norm_eps": 1e-5,
     "rope_theta": 1000000.0,
-    "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": True,
     "conv_L_cache": 3,

@@ -122,7 +122,6 @@ ARCHITECTURE = Architecture(
         "intermediate_size": 21504,
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "ssm_state_size": 128,
         "mamba_num_heads": 128,

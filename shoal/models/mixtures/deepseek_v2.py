@@ -43,7 +43,6 @@ ARCHITECTURE = Architecture(
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,

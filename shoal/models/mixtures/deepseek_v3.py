@@ -29,7 +29,6 @@ ARCHITECTURE = Architecture(
         "num_attention_heads": 128,
         "num_key_value_heads": 128,
         "max_position_embeddings": 4096,
-        "bos_token_id": 0,
         "eos_token_id": 1,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,

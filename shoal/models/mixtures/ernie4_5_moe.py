@@ -41,7 +41,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": True,
         "moe_k": 6,

@@ -21,7 +21,6 @@ ARCHITECTURE = Architecture(
     hf_class="ExaoneMoeForCausalLM",
     defaults={
         **exaone4.ARCHITECTURE.defaults,
-        "bos_token_id": 1,
         "eos_token_id": 53,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1024,

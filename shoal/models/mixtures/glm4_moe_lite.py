@@ -17,7 +17,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 20,
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
         "eos_token_id": 1,
         "head_dim": 64,
         "q_lora_rank": 768,

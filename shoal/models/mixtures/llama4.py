@@ -100,7 +100,6 @@ ARCHITECTURE = Architecture(
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "intermediate_size_mlp": 16384,
         "num_experts": 16,

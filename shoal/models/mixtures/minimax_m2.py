@@ -27,7 +27,6 @@ ARCHITECTURE = Architecture(
         "head_dim": 128,
         "rope_theta": 5000000.0,
         "partial_rotary_factor": 1.0,
-        "bos_token_id": 200034,
         "eos_token_id": 200020,
         "num_experts": 256,
         "num_experts_per_tok": 8,

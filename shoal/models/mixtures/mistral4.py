@@ -39,7 +39,6 @@ ARCHITECTURE = Architecture(
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "max_position_embeddings": 1048576,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "q_lora_rank": 1024,
         "kv_lora_rank": 256,

@@ -30,7 +30,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
-        "bos_token_id": 1,
         "eos_token_id": 2,
         "num_experts": 8,
         "num_experts_per_tok": 2,

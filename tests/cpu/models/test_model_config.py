@@ -374,7 +374,6 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
         ("max_position_embeddings",) * 2,
         ("rms_norm_eps",) * 2,
         ("tie_word_embeddings",) * 2,
-        ("bos_token_id",) * 2,
     ):
         assert getattr(config, ours) == getattr(oracle, theirs), ours
     attention, *others = {kind.with_attention(window=None).mixer for kind in config.layers}
