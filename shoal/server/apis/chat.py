@@ -41,7 +41,7 @@ from shoal.server.apis.tools import (
     whole,
 )
 from shoal.server.errors import ApiError
-from shoal.server.http.exchange import DONE, MAX_UNKNOWN, Exchange
+from shoal.server.http.exchange import MAX_UNKNOWN, Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
@@ -142,20 +142,14 @@ async def create_chat_completion(exchange: Exchange) -> None:
     generation = generation_of(exchange, [conversation])
     answer = ChatAnswer(conversation, generation, names_by_ids(exchange, request))
     if request.stream:
-        usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(
-            answer.id,
-            "chat.completion.chunk",
-            answer.created,
-            model.name,
-            usage=usage,
-            ends_with_usage=bool(options.include_usage),
+            answer.id, "chat.completion.chunk", answer.created, model.name, options, generation.usage
         )
         async with generation:
             async for deltas in generation:
                 if events := b"".join([chunk for delta in deltas for chunk in answer.chunks(delta, chunks)]):
                     await exchange.send(events)
-        await exchange.end((chunks.last(generation.usage) if options.include_usage else b"") + DONE)
+        await exchange.end(chunks.end())
         return
     async with generation:
         wholes = await generation.collect()

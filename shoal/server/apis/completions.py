@@ -27,7 +27,7 @@ from shoal.server.apis.response_shapes import (
     usage_dict,
 )
 from shoal.server.errors import ApiError
-from shoal.server.http.exchange import DONE, Exchange
+from shoal.server.http.exchange import Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
@@ -110,15 +110,7 @@ async def create_completion(exchange: Exchange) -> None:
     generation = await _generation_of(exchange, request, model)
     answer = _Answer(model, request, generation, names_by_ids(exchange, request))
     if request.stream:
-        usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
-        chunks = Chunks(
-            answer.id,
-            "text_completion",
-            answer.created,
-            model.name,
-            usage=usage,
-            ends_with_usage=bool(options.include_usage),
-        )
+        chunks = Chunks(answer.id, "text_completion", answer.created, model.name, options, generation.usage)
         async with generation:
             async for deltas in generation:
                 events = b""
@@ -126,7 +118,7 @@ async def create_completion(exchange: Exchange) -> None:
                     chunks.num_sent += len(delta.token_ids)
                     events += chunks.chunk(answer.chunk(delta))
                 await exchange.send(events)
-        await exchange.end((chunks.last(generation.usage) if options.include_usage else b"") + DONE)
+        await exchange.end(chunks.end())
         return
     async with generation:
         wholes = await generation.collect()

@@ -11,6 +11,8 @@ import msgspec
 
 from shoal.api import Logprob, TokenLogprobs
 from shoal.outputs import CompletionOutput
+from shoal.server.apis.protocol import StreamOptions
+from shoal.server.http.exchange import DONE
 from shoal.server.served.generation import Usage
 from shoal.server.served.model import ServedModel
 from shoal.text.answer import Delta
@@ -164,39 +166,35 @@ class Chunks:
     """The chunks of one stream. What never changes is serialized once, and what varies is put between."""
 
     def __init__(
-        self,
-        answer_id: str,
-        kind: str,
-        created: int,
-        model: str,
-        *,
-        usage: Usage | None,
-        ends_with_usage: bool,
+        self, answer_id: str, kind: str, created: int, model: str, options: StreamOptions, usage: Usage
     ) -> None:
-        """usage: shown in every chunk (continuous_usage_stats). ends_with_usage: a null stands in all but the
-        last."""
+        """usage: what `options` have shown, so far or at the end."""
         self.head = (
             b"data: "
             + encode({"id": answer_id, "object": kind, "created": created, "model": model})[:-1]
             + b',"choices":['
         )
-        self.usage = usage
+        self._usage, self._ends_with_usage = usage, bool(options.include_usage)
+        self._shows_usage = self._ends_with_usage and options.continuous_usage_stats
         self.num_sent = 0  # tokens of answers up to the next chunk, which the caller counts
-        self.tail = b'],"usage":null}\n\n' if ends_with_usage else b"]}\n\n"
+        self.tail = b'],"usage":null}\n\n' if self._ends_with_usage else b"]}\n\n"
 
     def chunk(self, choice: bytes, more: bytes = b"") -> bytes:
         """`choice`: JSON of the one choice. `more`: JSON members of the chunk itself, each behind a comma."""
-        if self.usage is not None:
+        if self._shows_usage:
             return (
                 self.head
                 + choice
                 + b"]"
                 + more
                 + b',"usage":'
-                + encode(usage_dict(self.usage, self.num_sent))
+                + encode(usage_dict(self._usage, self.num_sent))
                 + b"}\n\n"
             )
         return self.head + choice + (b"]" + more + self.tail[1:] if more else self.tail)
 
-    def last(self, usage: Usage) -> bytes:
-        return self.head + b'],"usage":' + encode(usage_dict(usage)) + b"}\n\n"
+    def end(self) -> bytes:
+        """The end of the stream, with the usage of the whole answer before it if that was asked for."""
+        if not self._ends_with_usage:
+            return DONE
+        return self.head + b'],"usage":' + encode(usage_dict(self._usage)) + b"}\n\n" + DONE
