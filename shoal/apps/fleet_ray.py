@@ -51,8 +51,6 @@ from shoal.server.http.keys import key_environment, read_keys
 from shoal.server.run import heeding_signals
 from shoal.telemetry import logs
 
-logger = logging.getLogger(__name__)
-
 KEY_BYTES = 32  # length of a generated fleet key
 NOT_FOUND = (ConnectionError, RayError, ValueError, RuntimeError, ImportError)  # the exceptions of ray.init
 CONNECT_S = 60.0  # for the answer of a cluster

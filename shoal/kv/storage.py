@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import logging
 import mmap
 import os
 import threading
@@ -24,8 +23,6 @@ import torch
 from shoal.errors import UserError
 from shoal.memory.available import available_bytes
 from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # direct I/O needs it for offsets, sizes and addresses
 KEY_BYTES = 16  # by which other processes know that shared memory is the one they mean

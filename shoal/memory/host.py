@@ -16,11 +16,9 @@ class HostBuffers:
     """Chunks of host memory. Threads of the C library touch and pin them in the background, and one pause
     after the other uses them."""
 
-    def __init__(
-        self, driver: int, device: int, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS
-    ) -> None:
+    def __init__(self, driver: int, device: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._library = load()
-        self.handle = self._library.shoal_host_open(driver, device, chunk_bytes, threads)
+        self.handle = self._library.shoal_host_open(driver, device, chunk_bytes, THREADS)
         self.chunk_bytes = chunk_bytes
         self._warned = False
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-STYLES = ("text", "json")
 PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # text without need for quotes
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # not tab and line feed
 
@@ -86,7 +85,7 @@ class Stream(Protocol):
 
 
 def set_up(level: int, style: str, stream: Stream | None = None) -> None:
-    """Sends messages of `level` and above to a stream (default: standard error), in one of the STYLES."""
+    """Sends messages of `level` and above to a stream (default: standard error), in `text` or `json`."""
     # The format has no threads, processes or lines of code, and finding them takes a third of a record's
     # time.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

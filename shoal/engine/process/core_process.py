@@ -35,8 +35,6 @@ LAST_WORDS_S = 0.5
 EXIT_TIMEOUT_S = 10.0
 MESSAGES_A_TURN = 64  # read before the loop gets to do something else
 
-logger = logging.getLogger(__name__)
-
 
 class CoreProcess:
     """Built by `start`. After `on_end` or close() no message arrives any more and `send` raises

@@ -368,14 +368,14 @@ class Reader:
         if not (yield from self.one_of(mark)):
             raise Ended if self.is_ended and mark.startswith(self._text[self._at :]) else Malformed
 
-    def up_to(self, *marks: str, most: int = MAX_NAME) -> Generator[None, None, tuple[str, str]]:
+    def up_to(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
         """Takes the text before the first of `marks`, and the mark; returns both. Raises Malformed for a
-        longer text."""
+        text of more than MAX_NAME."""
         patterns = marks_of(*marks)
         while True:
             found = patterns.find(self._text, self._at)
             text = self._text[self._at : found.start() if found else None]
-            if len(text) - (0 if found else patterns.longest) > most:
+            if len(text) - (0 if found else patterns.longest) > MAX_NAME:
                 raise Malformed
             if found:
                 self.take(text)
