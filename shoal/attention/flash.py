@@ -81,7 +81,7 @@ class FlashAttentionBackend(TritonBackend):
             step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
         )
         rows_S = step.rows_S[prefills].long()
-        # Blocks that were given back are behind windows, so whichever block is read does not count.
+        # Blocks that were given back are before windows, so whichever block is read does not count.
         self.block_tables = [tables_RM[rows_S].clamp(min=0) for tables_RM in step.block_tables]
 
     def prefill(

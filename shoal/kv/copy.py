@@ -34,8 +34,8 @@ STAGING_BYTES = 64 << 20  # staged at a time, between sides that no processor re
 
 
 class CopyStream:
-    """Copies blocks on a stream of its own, so that they run beside what the device computes. It waits for
-    nothing by itself: call `copying.stream.wait_stream(compute)` or trigger behind an event where a copy
+    """Copies blocks on a stream of its own, so that they run alongside what the device computes. It waits for
+    nothing by itself: call `copying.stream.wait_stream(compute)` or trigger after an event where a copy
     needs what is being computed. Not for several threads. On the CPU there is no stream.
 
         block_map = BlockMap(src, dst)                         # once for a direction
@@ -84,7 +84,7 @@ class StagedCopy:
         self._last_event: torch.cuda.Event | None = None
 
     def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
-        """Sets off a layer, behind an event if one is given. A second call does nothing."""
+        """Sets off a layer, after an event if one is given. A second call does nothing."""
         self._check(layer)
         if not self._triggered[layer]:
             self._start(layer, [layer], after)

@@ -127,7 +127,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The cache as one tensor, which has all layers: a `WHOLE_BLOCKS` one has them behind the blocks,
+        """The cache as one tensor, which has all layers: a `WHOLE_BLOCKS` one has them after the blocks,
         others have them first."""
         layer = self.layer_shape
         if self.layout is Layout.WHOLE_BLOCKS:

@@ -1,5 +1,6 @@
-"""Per-layer embeddings: each layer has an embedding of a token of its own, beside the one that enters the
-first layer. All layers' are one table. They are added to what a matmul makes of the first layer's input."""
+"""Per-layer embeddings: each layer has an embedding of a token of its own, in addition to the one that enters
+the first layer. All layers' are one table. They are added to what a matmul makes of the first layer's
+input."""
 
 from __future__ import annotations
 

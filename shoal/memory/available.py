@@ -35,7 +35,7 @@ def _limits() -> Iterator[tuple[int, str, str]]:
 
 
 def _field(path: Path, name: str) -> int:
-    """Returns the number behind `name` in a file of such lines, and 0 if the name is missing."""
+    """Returns the number after `name` in a file of such lines, and 0 if the name is missing."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])

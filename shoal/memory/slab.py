@@ -67,7 +67,7 @@ class HostSlab:
             )
 
     def pin_rest(self) -> None:
-        """Begins to pin what lies behind the first chunk. Meanwhile the driver holds locks that other calls
+        """Begins to pin what lies after the first chunk. Meanwhile the driver holds locks that other calls
         wait for, so figures of copies measured now would say little."""
         for i in range(min(THREADS, len(self._todo))):
             thread = threading.Thread(target=self._pin_all, name=f"kv-pin-{i}", daemon=True)

@@ -20,7 +20,7 @@ from shoal.models.configs.rope import yarn_attention_factor
 from shoal.models.gguf_names.experts import SIGMOID
 from shoal.models.registry import BY_GGUF, BY_NAME
 
-# a key that all architectures share, behind the architecture's prefix -> config.json's key
+# a key that all architectures share, after the architecture's prefix -> config.json's key
 KEYS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",

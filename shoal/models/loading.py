@@ -114,7 +114,7 @@ def checkpoint_tensors(
 
 
 def layer_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
-    """Returns the tensors for the layers in `module`. A name is the module's path here, behind `prefix`; the
+    """Returns the tensors for the layers in `module`. A name is the module's path here, after `prefix`; the
     output head's has no prefix."""
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):

@@ -122,7 +122,7 @@ def shards(folder: Path) -> dict[Path, list[str]]:
         if not isinstance(file, str) or not SHARD.fullmatch(file):
             raise CheckpointError(
                 f"{index}: the weight_map has {name!r:.80} in {file!r:.80}; it must name a "
-                ".safetensors file beside it"
+                ".safetensors file next to it"
             )
         result.setdefault(folder / file, []).append(name)
     for path, names in result.items():

@@ -1,5 +1,5 @@
 """CheckpointFiles: a model from a folder, a .gguf file, a package, the Hugging Face hub, or a store,
-with the files beside its weights.
+with the files next to its weights.
 
 This file resolves names and reads configs. safetensors.py and gguf/tensors.py read tensors. No torch.
 """

@@ -41,8 +41,8 @@ class FetchJob:
     arrived: list[bool]  # whether each block is on the device
     tiers: str  # tiers of the blocks
     # Ticket of the copy out that saves the old content of the fetch's device blocks; 0: none is needed.
-    # Copies in run behind it.
-    behind: int = 0
+    # Copies in run after it.
+    after: int = 0
     num_reads: int = 0  # under way
     num_copies: int = 0  # under way
     closed: bool = False  # nothing more is begun; what is still read goes to the host tier at best
@@ -102,7 +102,7 @@ class Fetcher:
                 self._copy_in(job, HOST, blocks, host_blocks)
             while job.unread and not job.closed and self._read(job):
                 pass
-            is_copying = job.num_copies or job.behind in self.ledger.under_way
+            is_copying = job.num_copies or job.after in self.ledger.under_way
             if not is_copying and (job.closed or not (job.unread or job.num_reads)):
                 self.jobs.remove(job)
                 job.closed = True
@@ -191,7 +191,7 @@ class Fetcher:
         into = [of_fetch[i] for i in blocks]
         # A step in flight may still write a snapshot there that was dropped.
         wait = ledger.in_use(into) or job.fetch.snapshot is not None
-        ticket = ledger.transfers.copy_in(host_blocks, into, wait, job.behind)
+        ticket = ledger.transfers.copy_in(host_blocks, into, wait, job.after)
         ledger.track(ticket, host_blocks, partial(self._was_copied_in, job, tier, blocks, host_blocks))
 
     def _was_copied_in(

@@ -7,7 +7,7 @@ fetching. fetch.py is the way up, writer.py the second half of the way down; tra
 A host block is the place of one block in the pinned slab. With a host tier, host blocks keep what is copied
 there; without one they are a small staging area. The scheduler keeps to its own cache: it calls `lookup` for
 blocks in lower tiers, waits for the fetches that it begins, and the pool reports evictions. All transfers run
-beside the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy
+during the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy
 that still reads the block.
 
 The Offloader itself handles device blocks. Whether a fetch pays is decided in engine/offload/costs.py, which
@@ -109,7 +109,7 @@ class Offloader:
         self.fetcher = Fetcher(scheduler, self.ledger)
         self.writer = Writer(self.ledger, persistent, 0 if policy.on_registration else policy.host_watermark)
         self._metas: dict[bytes, BlockMeta] = {}  # metadata of each findable block on the device
-        # Findable blocks on the device that lie behind the window of their sequence: no tier takes them
+        # Findable blocks on the device that lie before the window of their sequence: no tier takes them
         self._behind: set[bytes] = set()
         self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
         self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet
@@ -177,8 +177,8 @@ class Offloader:
         # first, as it holds the host blocks that the copy out could take otherwise
         job = self.fetcher.begin(fetch, self.where)
         # without the blocks that the sequence found in the cache: a step may be about to write them
-        job.behind = self._save_evicted(fetch.taken)
-        if job.behind:
+        job.after = self._save_evicted(fetch.taken)
+        if job.after:
             held = set(fetch.held_blocks)
             rest = [block for block in fetch.taken if block not in held]
             self.pool.hold(rest)
@@ -259,7 +259,7 @@ class Offloader:
         self.num_dropped += len(self._evicted)
         self._evicted.clear()
         if self._must_wait_for:
-            self.transfers.order_behind(self._must_wait_for)
+            self.transfers.order_after(self._must_wait_for)
             self._must_wait_for = 0
         self.fetcher.advance()
         self.ledger.num_launched += launches

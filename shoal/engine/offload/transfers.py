@@ -1,4 +1,4 @@
-"""`Transfers`: copies, writes and reads of KV blocks beside the steps, commanded on all ranks. offloader.py
+"""`Transfers`: copies, writes and reads of KV blocks during the steps, commanded on all ranks. offloader.py
 asks for them; engine/runner/rank_kv.py does the work of each rank.
 
     device block  --copy out-->  host block of the slab  --write-->  file on disk, object in a store
@@ -36,15 +36,15 @@ class Transfers(Protocol):
     """The first four methods begin a transfer and return its ticket. Blocks and host blocks go pairwise.
 
     With `wait` a copy begins when all steps launched so far have run. A copy in begins when the copy out
-    `behind` has ended too; 0 stands for none.
+    `after` has ended too; 0 stands for none.
     """
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> int: ...
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int: ...
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, after: int) -> int: ...
     def write(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int: ...
     def read(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int: ...
 
-    def order_behind(self, ticket: int) -> None:
+    def order_after(self, ticket: int) -> None:
         """Steps and copies that are launched from now on run after this copy out."""
         ...
 
@@ -81,8 +81,8 @@ class RankTransfers:
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> int:
         return self._begin(commands.KV_COPY_OUT, list(blocks), list(host_blocks), wait)
 
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int:
-        return self._begin(commands.KV_COPY_IN, list(host_blocks), list(blocks), wait, behind)
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, after: int) -> int:
+        return self._begin(commands.KV_COPY_IN, list(host_blocks), list(blocks), wait, after)
 
     def write(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int:
         return self._begin(commands.KV_WRITE, tier, [meta.to_plain() for meta in metas], list(host_blocks))
@@ -90,8 +90,8 @@ class RankTransfers:
     def read(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int:
         return self._begin(commands.KV_READ, tier, [meta.to_plain() for meta in metas], list(host_blocks))
 
-    def order_behind(self, ticket: int) -> None:
-        self._ranks.send(commands.KV_ORDER_BEHIND, ticket)
+    def order_after(self, ticket: int) -> None:
+        self._ranks.send(commands.KV_ORDER_AFTER, ticket)
 
     def disown(self, tier: str, keys: Sequence[bytes]) -> None:
         if self._ranks.size > 1:  # a single rank's tier knows

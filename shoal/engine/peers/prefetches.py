@@ -139,12 +139,12 @@ class Prefetches(StepPart):
 
     def _end_late_ones(self) -> None:
         for name, held in list(self._held.items()):
-            behind = self._continuations.get(name)
+            continuation = self._continuations.get(name)
             # Blocks of another prompt, or of a cache that was reset, may be just what it lacks.
             is_stuck = (
-                behind is not None
+                continuation is not None
                 and not self._scheduler.running
-                and self._scheduler.blocks.lacks_room(behind)
+                and self._scheduler.blocks.lacks_room(continuation)
             )
             if is_stuck or self._clock() > held.until:
                 self._end(name, FinishReason.LENGTH)
@@ -180,9 +180,9 @@ class Prefetches(StepPart):
     def _end(self, name: str, reason: FinishReason) -> None:
         """Releases the blocks of a prefetch request, and has its end reported."""
         held = self._held.pop(name)
-        behind = self._continuations.pop(name, None)
-        if behind is not None:
-            behind.tail, behind.was_prefetched = None, False
+        continuation = self._continuations.pop(name, None)
+        if continuation is not None:
+            continuation.tail, continuation.was_prefetched = None, False
         blocks = self._scheduler.blocks
         blocks.unhold(held.blocks)
         if held.snapshot is not None and isinstance(blocks, StateBlocks):

@@ -3,7 +3,7 @@ engine/core.py is the engine that it steps.
 
 The main thread steps the engine, and one thread decodes incoming messages, so that a big one never waits for
 a step, nor a step for it. Each thread sends its own messages: a thread for them would get Python's lock only
-when the main thread waits for the device, behind the launch of the next step. Between two steps the main
+when the main thread waits for the device, after the launch of the next step. Between two steps the main
 thread applies all received messages: requests, aborts, calls. Without work it sleeps in the queue. When the
 parent ends, the standard input of this process closes. The process then ends whatever it is doing, and its
 ranks with it.

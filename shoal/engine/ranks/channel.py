@@ -2,7 +2,7 @@
 without pickle. workers.py says which side sends what, and what happens when a side dies.
 
 A message is plain data with numpy arrays and CPU tensors anywhere in it. Plain data is what msgpack knows:
-None, bool, int, float, str, bytes, lists, dicts; tuples arrive as lists. Arrays travel as raw bytes behind
+None, bool, int, float, str, bytes, lists, dicts; tuples arrive as lists. Arrays travel as raw bytes after
 the msgpack head, with one copy in and one copy out.
 """
 

@@ -98,7 +98,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 @contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Launches go to that stream, behind those of the current one."""
+    """Launches go to that stream, after those of the current one."""
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -180,7 +180,7 @@ def read_export(
             raise CheckpointError(f"the other worker has {its} for {name}, and this one {mine}")
     tensors, reasons = _with_data(own[name] for name in lent), []
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the reads are not ordered behind the zeros
+        torch.cuda.synchronize(device)  # the reads are not ordered after the zeros
     for way in _ways(device):
         if way.name not in export.ways:
             reasons.append(f"{way.name}: the other worker does not offer it")

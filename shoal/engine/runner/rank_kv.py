@@ -121,10 +121,10 @@ class RankKv:
 
     @torch.inference_mode()
     def copy_in(
-        self, ticket: int, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int
+        self, ticket: int, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, after: int
     ) -> None:
         if self._in.stream is not None:
-            self._order_behind(behind, self._in.stream)
+            self._order_after(after, self._in.stream)
         self._copy(ticket, self._in, self._maps["in"], host_blocks, blocks, wait)
 
     def _copy(
@@ -150,11 +150,11 @@ class RankKv:
         end.record(stream)
         self._copies.append(_CopyInFlight(ticket, len(src_ids), begin, end))
 
-    def order_behind(self, ticket: int) -> None:
+    def order_after(self, ticket: int) -> None:
         if self._in.stream is not None:
-            self._order_behind(ticket, torch.cuda.current_stream(self.device), self._in.stream)
+            self._order_after(ticket, torch.cuda.current_stream(self.device), self._in.stream)
 
-    def _order_behind(self, ticket: int, *streams: torch.cuda.Stream) -> None:
+    def _order_after(self, ticket: int, *streams: torch.cuda.Stream) -> None:
         """Makes later work on these streams run after the copy, if it has not ended."""
         for copy in self._copies:
             if copy.ticket == ticket:

@@ -231,7 +231,7 @@ Regions = CpuRegions | GpuRegions
 
 
 def new_regions(device: torch.device, enable_sleep_mode: bool) -> Regions:
-    """Made before the model and the cache, which are allocated in them. They may be made beside a sleeping
+    """Made before the model and the cache, which are allocated in them. They may be made alongside a sleeping
     engine."""
     STACKS.take()
     return GpuRegions() if device.type == "cuda" and enable_sleep_mode else CpuRegions()

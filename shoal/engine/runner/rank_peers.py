@@ -92,12 +92,12 @@ class RankPeers:
     def fetch(self, number: int, sealed: bytes, positions: Sequence[int], blocks: Sequence[int]) -> None:
         """Begins to read the blocks at these positions of a ticket into `blocks` here, after the steps and
         copies that were launched before."""
-        behind = None
+        after = None
         if self._device.type == "cuda":
-            behind = torch.cuda.Event(blocking=True)
-            behind.record(torch.cuda.current_stream(self._device))
+            after = torch.cuda.Event(blocking=True)
+            after.record(torch.cuda.current_stream(self._device))
         self._cancels[number] = cancelled = threading.Event()
-        self._threads.submit(self._run, number, sealed, positions, blocks, behind, cancelled)
+        self._threads.submit(self._run, number, sealed, positions, blocks, after, cancelled)
 
     def cancel(self, number: int) -> None:
         """Cancels a fetch. It ends soon, and `poll` reports it."""
@@ -149,14 +149,14 @@ class RankPeers:
         sealed: bytes,
         positions: Sequence[int],
         blocks: Sequence[int],
-        behind: torch.cuda.Event | None,
+        after: torch.cuda.Event | None,
         cancelled: threading.Event,
     ) -> None:
         try:
             with torch.inference_mode():
-                if behind is not None:
+                if after is not None:
                     torch.cuda.set_device(self._device)
-                    behind.synchronize()
+                    after.synchronize()
                 done = self._read(sealed, positions, blocks, cancelled)
             ended = Ended(number, "", "", done.transport, done.num_bytes, done.seconds)
         except TransferError as error:

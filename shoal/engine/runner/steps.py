@@ -6,7 +6,7 @@ host.
 
 decode          Every sequence decodes, and the batch state holds every input. Graphs have captured it for a
                 ladder of batch sizes; without a graph that fits it runs eagerly.
-mixed           Prompts are computed, perhaps beside decodes. The inputs come with the step. It runs eagerly.
+mixed           Prompts are computed, perhaps with decodes. The inputs come with the step. It runs eagerly.
 captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
                 Listeners to layers are notified at the end of the graph.
 rehearsal       Made-up prompts, whose keys and values are not stored. It loads kernels, and measures the

@@ -143,7 +143,7 @@ class Grammar:
                 mask[:] = _bits([token_id], len(mask))
 
     def _forced(self, after: list[int]) -> bytes:
-        """Returns the only text with which the grammar can continue behind these tokens, as far as it is
+        """Returns the only text with which the grammar can continue after these tokens, as far as it is
         known."""
         count = self.matcher.try_consume_tokens(after)
         forced = self.matcher.compute_ff_bytes()

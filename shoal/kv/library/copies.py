@@ -17,7 +17,7 @@ class NoFreeCopyStreamError(UnavailableError):
 
 class CopyStreams:
     """A pool of `size` streams. A `CopyStream` that is dropped returns its stream; the next owner's copies
-    are queued behind the earlier ones."""
+    are queued after the earlier ones."""
 
     def __init__(self, device: torch.device | str, size: int) -> None:
         self.device = torch.device(device)
@@ -44,7 +44,7 @@ class CopyStreams:
 
 
 def copy_layer(block_map: BlockMap, layer: int, src_ids: Ids, dst_ids: Ids) -> None:
-    """Copies one layer behind what the current stream does. It is done when this returns. Raises
+    """Copies one layer after what the current stream does. It is done when this returns. Raises
     BlockCopyError."""
     copying = behind_current(block_map.devices, None)
     copy = copying.stage(block_map, src_ids, dst_ids)

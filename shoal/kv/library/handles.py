@@ -17,7 +17,7 @@ class Prefill:
     """Blocks for a prompt, each with one reference."""
 
     in_flight: list[int]  # found, and held by others too
-    matched: list[int]  # found free behind them
+    matched: list[int]  # found free after them
     remaining: list[int]  # new
 
     @property

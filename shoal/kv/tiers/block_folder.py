@@ -1,4 +1,4 @@
-"""A rank's folder of block files, and the leftovers of other processes beside it. Raises OSError; the index
+"""A rank's folder of block files, and the leftovers of other processes next to it. Raises OSError; the index
 is disk.py's.
 
     path / fingerprint / name of the spec / rank / first byte of the key / key.kv

@@ -2,7 +2,7 @@
 
 The cache lies in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
 nothing is left behind however its owner ends. A reader opens it through /proc/<pid>/fd, which the kernel
-allows to processes of the same user, and maps it read-only. A random key behind the blocks proves that it
+allows to processes of the same user, and maps it read-only. A random key after the blocks proves that it
 is the right export, and not another process's memory under the same number."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from shoal.model_config import ModelConfig
 
 
 class InnerNorm(HeadNumbers):
-    """The weights of the norm behind the gate: one for each number of this rank's heads."""
+    """The weights of the norm after the gate: one for each number of this rank's heads."""
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         return super().checkpoint_tensors(f"{path}.weight")

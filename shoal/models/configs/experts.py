@@ -14,7 +14,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 def with_experts(config: ModelConfig, fields: ConfigFields, experts: ExpertsKind | None) -> ModelConfig:
     """Returns the config with these experts in the layers that the fields name: by `mlp_layer_types`, or else
-    behind `first_k_dense_replace` layers, but for `mlp_only_layers`, in each layer of a number that is a
+    after `first_k_dense_replace` layers, but for `mlp_only_layers`, in each layer of a number that is a
     multiple of `decoder_sparse_step`. None: all layers are dense."""
     if experts is None:
         return config

@@ -21,7 +21,7 @@ class DecoderLayer(nn.Module):
     mlp(norm(residual)).
 
     The last matmuls of attention and MLP add themselves to the residual. Where they can't
-    (Linear.add_to), what is left to add is passed on beside the residual, so that the sum and the next norm
+    (Linear.add_to), what is left to add is passed on with the residual, so that the sum and the next norm
     are one kernel. On several ranks it is each rank's part of what is to be added.
     """
 

@@ -1,4 +1,4 @@
-"""GatedSandwichLayer: a sandwich of norms with a gate behind attention, and an MLP or experts."""
+"""GatedSandwichLayer: a sandwich of norms with a gate after attention, and an MLP or experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HunyuanLayer: Llama's decoder layer with norms of q and k behind the rotation. The fused pass norms first,
+"""HunyuanLayer: Llama's decoder layer with norms of q and k after the rotation. The fused pass norms first,
 so q and k are rotated before it."""
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from shoal.models.decoder_layers.gated_sandwich_layer import GatedSandwichLayer
 
 class MuseLayer(GatedSandwichLayer):
     """GatedSandwichLayer whose four norms are zero-centred, unlike the model's others, and have an epsilon of
-    their own behind attention and MLP."""
+    their own after attention and MLP."""
 
     def __init__(
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends

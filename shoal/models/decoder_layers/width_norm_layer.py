@@ -15,7 +15,7 @@ from shoal.models.decoder_layers.olmo2_layer import Olmo2Attention
 
 
 class WidthNormAttention(Olmo2Attention):
-    """Olmo2Attention behind a norm."""
+    """Olmo2Attention after a norm."""
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep

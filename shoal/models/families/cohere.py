@@ -1,4 +1,4 @@
-"""Cohere's Command R and Command A: attention and MLP side by side behind one LayerNorm, and pairs of
+"""Cohere's Command R and Command A: attention and MLP side by side after one LayerNorm, and pairs of
 neighbouring numbers rotated. Models from Command R7B on have windows in three of four layers, and no rope in
 the others."""
 

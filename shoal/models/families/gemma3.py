@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3: norms before and behind attention and MLP (SandwichLayer), GELU, embeddings times
+"""Gemma 2 and Gemma 3: norms before and after attention and MLP (SandwichLayer), GELU, embeddings times
 sqrt(D), and layers with a window between those without. Gemma 2 caps scores and logits; Gemma 3 norms q and k
 instead, and its layers with a window have a rope of their own."""
 

@@ -1,5 +1,5 @@
 """GLM-4, dense: half of each head is rotated, in pairs of neighbouring numbers, and gate and up are one
-matrix. The models of 2025 (GLM-4-0414) have norms behind attention and MLP, too, and so has the text model of
+matrix. The models of 2025 (GLM-4-0414) have norms after attention and MLP, too, and so has the text model of
 GLM-4.1V."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama with norms of each head of q and k behind the rotation (HunyuanLayer)."""
+"""Hunyuan, dense: Llama with norms of each head of q and k after the rotation (HunyuanLayer)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from shoal.models.architecture import GGUFNames
 from shoal.models.configs.fields import ConfigFields, check_fixed
 from shoal.models.configs.layers import FULL, SLIDING
 
-# the norms before and behind attention and MLP
+# the norms before and after attention and MLP
 SANDWICH_TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -68,7 +68,7 @@ def _widths(fields: ConfigFields, num_shared: int) -> Mapping[str, Any]:
     if last not in (width, 2 * width) or widths != [width] * num_own + [last] * (num_layers - num_own):
         raise CheckpointError(
             f"{fields.where}: intermediate_size must be one number for the first {num_own} layers, and that "
-            f"number or twice as much for the {num_layers - num_own} behind them, got {given!r:.80}"
+            f"number or twice as much for the {num_layers - num_own} after them, got {given!r:.80}"
         )
     return {"intermediate_size": width, "use_double_wide_mlp": last != width}
 

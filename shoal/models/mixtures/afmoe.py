@@ -1,5 +1,5 @@
 """Arcee's Trinity (AFMoE): sandwiches of norms, gated attention with windows in three of four layers and
-without rope in the others, and a sigmoid router with a correction bias behind dense layers."""
+without rope in the others, and a sigmoid router with a correction bias after dense layers."""
 
 from __future__ import annotations
 

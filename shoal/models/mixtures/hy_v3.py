@@ -1,4 +1,4 @@
-"""Hunyuan 3: Qwen3's attention, and experts whose router is a sigmoid with a correction bias behind a dense
+"""Hunyuan 3: Qwen3's attention, and experts whose router is a sigmoid with a correction bias after a dense
 layer."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ARCHITECTURE = Architecture(
         "num_shared_experts": 1,
         "moe_intermediate_size": 1536,
         "router_scaling_factor": 2.826,
-        "num_nextn_predict_layers": 1,  # transformers leaves the layer behind the last one out
+        "num_nextn_predict_layers": 1,  # transformers leaves the layer after the last one out
     },
     read=read,
     renamed={"num_local_experts": "num_experts"},

@@ -1,4 +1,4 @@
-"""Laguna: layers that differ in heads, windows and ropes, gates behind attention, and a sigmoid router with a
+"""Laguna: layers that differ in heads, windows and ropes, gates after attention, and a sigmoid router with a
 shared expert."""
 
 from __future__ import annotations

@@ -242,10 +242,10 @@ class _Cursor:
         for _ in range(count):
             start = position + 8
             if start > end:
-                raise EOFError("a string begins behind the end of the header")
+                raise EOFError("a string begins after the end of the header")
             position = start + length_at(data, position)[0]
             if position > end:
-                raise EOFError(f"a string of {position - start} bytes ends behind the end of the header")
+                raise EOFError(f"a string of {position - start} bytes ends after the end of the header")
             result.append(data[start:position].decode())
         self.position = position
         return result

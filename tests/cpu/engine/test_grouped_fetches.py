@@ -58,7 +58,7 @@ class FakeTransfers:
 
         return self._begin(len(blocks), move)
 
-    def copy_in(self, host_blocks, blocks, wait, behind):
+    def copy_in(self, host_blocks, blocks, wait, after):
         def move():
             for host_block, block in zip(host_blocks, blocks):
                 self.device.fill(block, self.host[host_block])
@@ -87,7 +87,7 @@ class FakeTransfers:
 
         return self._begin(len(metas), move)
 
-    def order_behind(self, ticket):
+    def order_after(self, ticket):
         pass
 
     def disown(self, tier, keys):

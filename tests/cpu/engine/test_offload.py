@@ -404,11 +404,11 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
 
 class Recorded:
     """Transfers that end at the next poll; whether they were to wait for steps in flight, and the copies out
-    that copies in come behind."""
+    that copies in come after."""
 
     def __init__(self, num_slots, block_s=0.0):
         self.ready, self.block_s = list(range(num_slots)), block_s
-        self.begun, self.waits, self.ordered, self.behind, self.copied_out = [], [], [], [], []
+        self.begun, self.waits, self.ordered, self.after, self.copied_out = [], [], [], [], []
 
     def copy_out(self, ids, _, wait):
         self.copied_out.append(ids)
@@ -419,11 +419,11 @@ class Recorded:
         self.begun.append(Done(len(self.waits), [True] * len(ids), self.block_s * len(ids)))
         return len(self.waits)
 
-    def copy_in(self, ids, _, wait, behind):
-        self.behind.append(behind)
+    def copy_in(self, ids, _, wait, after):
+        self.after.append(after)
         return self.begin(ids, wait)
 
-    def order_behind(self, ticket):
+    def order_after(self, ticket):
         self.ordered.append(ticket)
 
     def poll(self):
@@ -556,9 +556,9 @@ def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     small = Small()
     small.come_and_go()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.blocks.fetches.under_way) == 1
-    assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
+    assert small.transfers.after == [2], "the first copy out was of a's blocks, the second is of b's"
     small.scheduler.abort("c")
-    assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], (
+    assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.after == [2, 0], (
         "its blocks are fetched, nothing was lost"
     )
     assert small.offloader.num_dropped == 0
@@ -574,7 +574,7 @@ def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied
     if how == "its blocks do not come":
         small.offloader.fetcher.begin = partial(begin_without_slots, small.offloader.fetcher)
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
-    assert small.transfers.waits[1:] and small.transfers.behind == ([2] if how == "it leaves" else [])
+    assert small.transfers.waits[1:] and small.transfers.after == ([2] if how == "it leaves" else [])
     if how == "it leaves":
         small.scheduler.abort("c")
     assert small.begin("d", [3]) is None, "all blocks are still being read"

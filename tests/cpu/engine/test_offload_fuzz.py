@@ -71,15 +71,15 @@ class FakeTransfers:
 
         return self._begin(self.out, "copy out", move, len(blocks))
 
-    def copy_in(self, slots, blocks, wait, behind):
+    def copy_in(self, slots, blocks, wait, after):
         self._wait(wait)
-        self.seen["behind a copy out"] += any(
-            transfer.ticket == behind and transfer.moves for transfer in self.out
+        self.seen["after a copy out"] += any(
+            transfer.ticket == after and transfer.moves for transfer in self.out
         )
 
         def move(i, half):
-            if behind:
-                self._move_out(behind)
+            if after:
+                self._move_out(after)
             block, slot = blocks[i], slots[i]
             for p in half:
                 self.device.slots[block * self.size + p] = self.slots[slot][p] if transfer.intact[i] else None
@@ -118,7 +118,7 @@ class FakeTransfers:
         transfer = self.files[-1]
         return ticket
 
-    def order_behind(self, ticket):
+    def order_after(self, ticket):
         self.seen["ordered"] += self._move_out(ticket)
 
     def _move_out(self, ticket):
@@ -421,7 +421,7 @@ def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_ru
         "beside a step",
     ):
         assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"
-    assert seen["behind a copy out"], "no fetch took the place of what was nowhere else"
+    assert seen["after a copy out"], "no fetch took the place of what was nowhere else"
 
 
 def test_decodes_of_several_tokens_give_each_request_the_tokens_of_an_undisturbed_run(monkeypatch):

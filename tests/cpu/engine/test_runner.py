@@ -474,7 +474,7 @@ def test_blocks_leave_for_the_hosts_slab_and_come_back(rank):
     kv = rank.runner.kv
     kv.copy_out(1, [7, 3], [0, 2], wait=True)
     blocks.zero_()
-    kv.copy_in(2, [2, 0], [5, 6], wait=True, behind=1)
+    kv.copy_in(2, [2, 0], [5, 6], wait=True, after=1)
     done = kv.poll()["done"]
     assert [(ticket, intact) for ticket, intact, _ in done] == [(1, [True, True]), (2, [True, True])]
     assert (blocks[5] == 3).all() and (blocks[6] == 7).all() and not blocks[7].any()

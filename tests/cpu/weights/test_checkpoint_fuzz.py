@@ -145,7 +145,7 @@ def nest(depth: int) -> Any:
         (lambda t: set_dims(t, [2**62, 2**62]), "is truncated: the tensor"),
         (lambda t: setattr(t, "num_tensors", 2**63), "9223372036854775808 tensors are announced"),
         (lambda t: setattr(t, "num_values", 2**63), "9223372036854775808 key-value pairs are announced"),
-        (lambda t: t.lies.__setitem__(1, 2**63), "a string of 9223372036854775808 bytes ends behind"),
+        (lambda t: t.lies.__setitem__(1, 2**63), "a string of 9223372036854775808 bytes ends after"),
         (
             lambda t: set_value(t, "llama.block_count", 9, (0, [0] * (MAX_VALUES + 1))),
             "values of an array are announced",
@@ -255,7 +255,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(root, tmp_path, name):
     with pytest.raises(
         CheckpointError,
         match=r"index\.json.*model\.norm\.weight.*must name a \.safetensors "
-        r"file beside it",
+        r"file next to it",
     ):
         check_shapes(resolve(str(folder)))
 
