@@ -183,7 +183,7 @@ def test_gemma_4_in_fewer_bits_says_what_its_unpacked_weights_say(name, kind, mo
             [96] * 5 + [192] * 5,
             "intermediate_size must be one number for the first 6 layers",
         ),
-        ("feed_forward_length", [96] * 6 + [288] * 4, "that number or twice as much for the 4 behind them"),
+        ("feed_forward_length", [96] * 6 + [288] * 4, "that number or twice as much for the 4 after them"),
         ("rope.scaling.type", "linear", "rope_type must be 'none', got 'linear'"),
         ("attention.sliding_window_pattern", [True] * 9, "layer_types must be a list of 10 values"),
         (
