@@ -3,7 +3,6 @@ a file's tensors show is read off them. No torch."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from shoal.models.config_json import config_from_json
 from shoal.models.configs.fields import ConfigFields, token_ids
 from shoal.models.configs.layers import FULL, SLIDING
 from shoal.models.configs.rope import yarn_attention_factor
-from shoal.models.gguf_names.experts import SIGMOID
+from shoal.models.gguf_names.experts import SIGMOID, UNSAID
 from shoal.models.registry import BY_GGUF, BY_NAME
 
 # a key that all architectures share, after the architecture's prefix -> config.json's key
@@ -103,6 +102,9 @@ def _architecture(
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if _some_layer_has(shapes, "exp_probs_b.bias"):  # early files of GLM-4.7-Flash don't say it
         values.setdefault("expert_gating_func", SIGMOID)
+    for key, unsaid in UNSAID.items():
+        if key in names.keys:
+            values.setdefault(key, unsaid)
     for key, model in names.refused.items():
         if values.get(key):
             raise CheckpointError(
@@ -273,14 +275,15 @@ def _gguf_rope(
         return rope | scaled | {"attention_factor": factor}
     if rope["rope_type"] == "none":
         return {"rope_theta": rope["rope_theta"]}
-    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the matmul
+    # yarn_attn_factor is the config's attention_factor, if it had one. llama.cpp multiplies yarn's factor by
+    # attn_factor.
     if rope["rope_type"] == "yarn":
         given = ConfigFields(values, where)
         all_dims = values.get("rope.scaling.yarn_log_multiplier")
         mscale = ConfigFields({"mscale": 1.0, "mscale_all_dim": all_dims}, where)
         own = yarn_attention_factor(mscale, given.number("rope.scaling.factor"))
-        factors = (given.number(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor"))
-        rope["attention_factor"] = math.prod(factors, start=own)
+        own = given.number("rope.scaling.yarn_attn_factor", own)
+        rope["attention_factor"] = own * given.number("rope.scaling.attn_factor", 1.0)
     return rope
 
 

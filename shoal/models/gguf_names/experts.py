@@ -25,6 +25,8 @@ EXPERT_KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+# what llama.cpp takes where a file does not say it: its converter writes the first only if it is true
+UNSAID = {"expert_weights_norm": False, "expert_weights_scale": 1.0}
 LATENT_TENSORS = {
     **EXPERT_TENSORS,
     "attn_q_a": "self_attn.q_a_proj",

@@ -212,6 +212,26 @@ def test_gemma_4_without_rope_factors_is_refused(root, tmp_path):
         config_from_gguf(header.metadata, header.shapes, str(path))
 
 
+def add_olmo3(writer: gguf.GGUFWriter, config: dict) -> None:
+    rope = config["rope_parameters"][FULL]
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config["layer_types"]])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+
+
+def test_a_file_of_olmo_3_has_its_configs_attention_factor(root, tmp_path):
+    """Regression: yarn's own factor was multiplied with it. llama.cpp's converter writes it for all ropes of yarn whose
+    config has one."""
+    folder = write_family(root, "olmo3")
+    gguf_files.write(tmp_path / "m.gguf", folder, "olmo2", add_olmo3)
+    assert_equal_to(folder, tmp_path / "m.gguf")
+
+
 def add_muse(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])

@@ -48,7 +48,8 @@ def add_experts(writer, config) -> None:
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
     if config["n_group"] is not None:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
@@ -212,9 +213,11 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_posit
         ("deepseek-v2", dict(rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=0.7))),
         ("deepseek-v2", dict(topk_method="greedy", n_group=None, topk_group=None, q_lora_rank=24)),
         ("deepseek-v3", dict(attention_bias=False)),
+        # Regression: a file that does not speak of shares had them, as DeepSeek V3 has
+        ("deepseek-v3", dict(attention_bias=False, norm_topk_prob=False)),
         ("glm4-flash-halves", dict(attention_bias=False, rope_interleave=True)),
     ],
-    ids=["V2", "V2 without groups", "V3", "GLM-4.7-Flash"],
+    ids=["V2", "V2 without groups", "V3", "V3 without shares", "GLM-4.7-Flash"],
 )
 def test_a_file_of_deepseek_is_its_checkpoint(name, changes, convert, root, tmp_path):
     if name == "deepseek-v2" and "rope_parameters" not in changes:
@@ -328,7 +331,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
     [
         ("minimax-rotary-dim", {}, "minimax-m2", add_minimax, None),
         ("ernie4.5-moe", {}, "ernie4_5-moe", add_ernie, None),
-        ("llama4", dict(floor_scale=8192, attn_scale=0.1), "llama4", add_llama4, stacked_rows),
+        (
+            "llama4",
+            dict(floor_scale=8192, attn_scale=0.1, attention_chunk_size=8192),
+            "llama4",
+            add_llama4,
+            stacked_rows,
+        ),
         ("mistral4", {}, "mistral4", add_mistral4, two_matrices),
         (
             "laguna",
