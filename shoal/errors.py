@@ -36,7 +36,7 @@ class ConfigError(UserError):
 
 
 class RequestError(UserError):
-    """Raised for an impossible prompt or sampling parameter. Other requests are not affected."""
+    """Raised for an impossible prompt, sampling parameter or other field. Other requests are not affected."""
 
 
 class CheckpointError(UserError):

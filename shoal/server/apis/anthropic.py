@@ -146,12 +146,10 @@ async def create_message(exchange: Exchange) -> None:
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+    plan.constrain(params, *model.loaded.parsers, exchange.names)
     spare_grammar(params, None)
     prompt = await _prompt(exchange, request, model, plan)
-    form = AnswerFormat(
-        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-    )
+    form = AnswerFormat(plan, *model.loaded.parsers, prompt.text or "", params)
     prompt.budget = form.budget(_budget(request), model.loaded.tokenizer)
     parser = form.parser(is_whole=not request.stream)
     writer = MessageWriter(request.model or model.name, len(prompt.token_ids))
@@ -195,7 +193,7 @@ async def count_tokens(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     plan = _plan(exchange, request, model)
     params = SamplingParams(structured_outputs=_structured(exchange, request))
-    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+    plan.constrain(params, *model.loaded.parsers, exchange.names)
     prompt = await _prompt(exchange, request, model, plan)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 

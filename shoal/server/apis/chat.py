@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.errors import RequestError
 from shoal.outputs import CompletionOutput
 from shoal.sampling_params import SamplingParams
 from shoal.server.apis.legacy_functions import as_tools
@@ -40,7 +41,6 @@ from shoal.server.apis.tools import (
     thinking_of,
     whole,
 )
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import MAX_UNKNOWN, Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
@@ -101,18 +101,12 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+    plan.constrain(params, *model.loaded.parsers, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     prompt = await _prompt(exchange, model, request, plan)
-    is_plain = plan.mode == "none" and model.loaded.reasoning_parser == "none"
-    form = (
-        None
-        if is_plain
-        else AnswerFormat(
-            plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-        )
-    )
-    if form is not None:
+    form = None
+    if plan.mode != "none" or model.loaded.reasoning_parser != "none":
+        form = AnswerFormat(plan, *model.loaded.parsers, prompt.text or "", params)
         prompt.budget = form.budget(request.thinking_token_budget, model.loaded.tokenizer)
     return Conversation(request, model, params, prompt, form)
 
@@ -169,49 +163,45 @@ async def create_chat_completion(exchange: Exchange) -> None:
 
 
 def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
-    """Raises ApiError for values that this server cannot honor."""
+    """Raises RequestError for values that this server cannot honor."""
     for i, message in enumerate(request.messages):
         if not isinstance(role := message.get("role"), str):  # the template checks whether the model knows it
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"messages[{i}].role must be a text such as 'user', got {role!r:.60}",
-                param=f"messages[{i}].role",
+                field=f"messages[{i}].role",
             )
         _check_calls(f"messages[{i}].tool_calls", message.get("tool_calls"))
     if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
-        raise ApiError(
-            400, "modalities: answers here are text alone; leave modalities and audio out", param="modalities"
+        raise RequestError(
+            "modalities: answers here are text alone; leave modalities and audio out", field="modalities"
         )
     most, asked = model.max_logprobs, request.top_logprobs
     if asked and not request.logprobs:
-        raise ApiError(
-            400,
+        raise RequestError(
             "top_logprobs must come with logprobs true; set it, or leave top_logprobs out",
-            param="top_logprobs",
+            field="top_logprobs",
         )
     if asked is not None and most >= 0 and (model.loaded.vocab_size if asked < 0 else asked) > most:
-        raise ApiError(
-            400,
+        raise RequestError(
             f"top_logprobs must be at most {most} (--max-logprobs), got {asked}; ask for fewer, or start the "
             "server with a larger limit",
-            param="top_logprobs",
+            field="top_logprobs",
         )
 
 
 def _check_calls(field: str, calls: Any) -> None:
-    """Raises ApiError unless the calls have OpenAI's shape, which templates read."""
+    """Raises RequestError unless the calls have OpenAI's shape, which templates read."""
     if not isinstance(calls, list | None):
-        raise ApiError(400, f"{field} must be a list of calls, got {calls!r:.60}; send one", param=field)
+        raise RequestError(f"{field} must be a list of calls, got {calls!r:.60}; send one", field=field)
     for i, call in enumerate(calls or ()):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(call, dict) and call.get("type") == "custom":
             function = call.get("custom")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"{field}[{i}] must be a call, got {call!r:.80}; give "
                 '{"type": "function", "function": {"name": ..., "arguments": "..."}}',
-                param=f"{field}[{i}]",
+                field=f"{field}[{i}]",
             )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.errors import ShoalError
+from shoal.errors import RequestError, ShoalError
 from shoal.server.apis.chat import ChatAnswer, Conversation, conversation_of, generation_of
 from shoal.server.apis.params import names_by_ids
 from shoal.server.apis.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from shoal.server.apis.response_shapes import ABSENT_FROM_ANSWERS, usage_dict
-from shoal.server.errors import ApiError, context_overflow, to_api_error
+from shoal.server.errors import context_overflow, to_api_error
 from shoal.server.http.exchange import Exchange
 
 # Fields that this path refuses, as vLLM's does, and what a client gives or leaves out instead.
@@ -26,14 +26,12 @@ async def create_chat_batch(exchange: Exchange) -> None:
     for name, way in WAYS.items():
         value = getattr(batch, name)
         if value is not None and value is not False and value != []:
-            raise ApiError(
-                400,
-                f"{name} must be left out for a batch of conversations, got {value!r:.60}; {way}",
-                param=name,
+            raise RequestError(
+                f"{name} must be left out for a batch of conversations, got {value!r:.60}; {way}", field=name
             )
     if batch.n not in (None, 1):
-        raise ApiError(
-            400, f"n must be 1 for a batch of conversations, got {batch.n}; repeat a conversation", param="n"
+        raise RequestError(
+            f"n must be 1 for a batch of conversations, got {batch.n}; repeat a conversation", field="n"
         )
     conversations = [await _conversation(exchange, batch, i) for i in range(len(batch.messages))]
     generation = generation_of(exchange, conversations)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from shoal.api import TokenLogprobs
+from shoal.errors import RequestError
 from shoal.outputs import CompletionOutput
 from shoal.server.apis.params import (
     check_stream_options,
@@ -26,7 +27,6 @@ from shoal.server.apis.response_shapes import (
     prompt_logprobs_list,
     usage_dict,
 )
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
@@ -41,8 +41,8 @@ TAIL = 4096  # last tokens of a prompt in which unfinished reasoning is found
 async def _generation_of(exchange: Exchange, request: CompletionRequest, model: ServedModel) -> Generation:
     """Returns the generation of a checked request. Raises ApiError and RequestError."""
     if request.suffix:
-        raise ApiError(
-            400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"
+        raise RequestError(
+            "suffix is given, and no model here fills in the middle; leave it out", field="suffix"
         )
     fills = request.max_tokens == AS_MANY_AS_FIT
     keep = num_kept(
@@ -58,10 +58,8 @@ async def _generation_of(exchange: Exchange, request: CompletionRequest, model: 
     max_tokens = filled(model, request.max_tokens)
     if max_tokens == 0:
         if not request.echo:
-            raise ApiError(
-                400,
-                "max_tokens must be at least 1 without echo, got 0; raise it, or set echo",
-                param="max_tokens",
+            raise RequestError(
+                "max_tokens must be at least 1 without echo, got 0; raise it, or set echo", field="max_tokens"
             )
         max_tokens = 1  # the engine's least; that token is not shown
     if max_tokens is None:  # OpenAI's default, or what fits

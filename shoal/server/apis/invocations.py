@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.errors import RequestError
 from shoal.server.apis.protocol import Struct
-from shoal.server.errors import ApiError
 from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
@@ -32,10 +32,9 @@ def invocations(routes: Sequence[Route]) -> Handler:
         request = decode(InvocationRequest, exchange.body)
         found = [path for name, path in FIELD_TO_PATH.items() if getattr(request, name) is not None]
         if not found:
-            raise ApiError(
-                400,
+            raise RequestError(
                 "the body must have messages (chat), prompt (completions) or input (embeddings), and has "
-                "none of them; send one",
+                "none of them; send one"
             )
         exchange.path = found[0]
         await handlers[exchange.path](exchange)

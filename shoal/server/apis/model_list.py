@@ -6,8 +6,8 @@ import datetime
 import time
 from collections.abc import Mapping, Sequence
 
+from shoal.errors import RequestError
 from shoal.server.apis.anthropic import ANTHROPIC
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.external_model import ExternalModel
 from shoal.server.served.model import ServedModel
@@ -76,12 +76,12 @@ def _page(cards: list[dict[str, object]], query: Mapping[str, Sequence[str]]) ->
 
 def _place(ids: list[object], field: str, name: str) -> int:
     if name not in ids:
-        raise ApiError(400, f"{field}: there is no model {name!r:.100}; take an id of the list", param=field)
+        raise RequestError(f"{field}: there is no model {name!r:.100}; take an id of the list", field=field)
     return ids.index(name)
 
 
 def _limit(given: Sequence[str]) -> int:
     text = given[-1] if given else str(DEFAULT_LIMIT)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_LIMIT):
-        raise ApiError(400, f"limit must be from 1 to {MAX_LIMIT}, got {text!r:.100}", param="limit")
+        raise RequestError(f"limit must be from 1 to {MAX_LIMIT}, got {text!r:.100}", field="limit")
     return int(text)

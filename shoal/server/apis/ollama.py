@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from shoal.errors import RequestError
 from shoal.outputs import CompletionOutput
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.apis.params import read_prompts, spare_grammar
@@ -279,7 +280,7 @@ async def chat(exchange: Exchange) -> None:
     functions, _ = functions_among(exchange, request.tools)
     plan = plan_tools(functions, None, None, model.loaded.tool_call_parser)
     params = _params(request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+    plan.constrain(params, *model.loaded.parsers, exchange.names)
     prompt = await _chat_prompt(request, model, messages, plan)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
@@ -294,7 +295,7 @@ async def generate(exchange: Exchange) -> None:
         ("template", "the model's own is used; send the prompt as the model reads it (raw)"),
     ):
         if getattr(request, name):
-            raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
+            raise RequestError(f"{name} is given, and {why}; leave it out", field=name)
     writer = OllamaWriter(exchange, request.model or model.name, is_chat=False)
     if not request.prompt:
         await exchange.json(writer.loaded(request.keep_alive))
@@ -304,7 +305,7 @@ async def generate(exchange: Exchange) -> None:
         plan.thinks = params.structured_outputs is None
         [prompt] = await read_prompts(model, request.prompt, field="prompt")
     else:
-        plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+        plan.constrain(params, *model.loaded.parsers, exchange.names)
         messages = [{"role": "system", "content": request.system}] if request.system else []
         messages.append({"role": "user", "content": request.prompt})
         prompt = await _chat_prompt(request, model, messages, plan)
@@ -319,17 +320,15 @@ async def _chat_prompt(
 ) -> Prompt:
     think, thinking = request.think, thinking_of(None, plan)
     if think and model.loaded.reasoning_parser == "none":
-        raise ApiError(
-            400,
+        raise RequestError(
             f"think must be false for the model {model.name}, which does not think aloud; leave it out",
-            param="think",
+            field="think",
         )
     if isinstance(think, str):
         if think not in EFFORTS:
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"think must be true, false or one of {', '.join(EFFORTS)}, got {think!r:.40}; choose one",
-                param="think",
+                field="think",
             )
         thinking = thinking_of(think, plan)
     elif think is not None and plan.thinks:
@@ -358,9 +357,9 @@ async def _answer(
             f"{model.name} was started with (--max-model-len)",
         )
     spare_grammar(params, request.options.repeat_penalty if request.options is not None else None)
-    parser = AnswerFormat(
-        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-    ).parser(is_whole=not request.stream)
+    parser = AnswerFormat(plan, *model.loaded.parsers, prompt.text or "", params).parser(
+        is_whole=not request.stream
+    )
     async with exchange.generate(
         model, [prompt], params, timeout=request.timeout, cuts_max_tokens=True
     ) as generation:
@@ -511,7 +510,7 @@ def _to_chat(exchange: Exchange, i: int, message: OllamaMessage) -> dict[str, An
 
 def _refuse_images(images: list[str] | None, param: str) -> None:
     if images:
-        raise ApiError(400, f"{param} is given, and models here read text alone; leave it out", param=param)
+        raise RequestError(f"{param} is given, and models here read text alone; leave it out", field=param)
 
 
 def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
@@ -539,7 +538,7 @@ def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
 
 def _num_logprobs(request: OllamaRequest) -> int | None:
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+        raise RequestError("top_logprobs needs logprobs set to true", field="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
@@ -549,7 +548,7 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
     if form == "json":
         return StructuredOutputsParams(json_object=True)
     if isinstance(form, str):
-        raise ApiError(400, f'format {form!r:.40} is neither "json" nor a JSON schema', param="format")
+        raise RequestError(f'format {form!r:.40} is neither "json" nor a JSON schema', field="format")
     return StructuredOutputsParams(json=form)
 
 

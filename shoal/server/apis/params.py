@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from shoal.config import ServerConfig
+from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.server.apis.protocol import AS_MANY_AS_FIT, Prompts, ResponseFormat, StreamOptions, TextFields
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.model import Prompt, ServedModel
 
@@ -43,11 +43,10 @@ def text_params(
     """Returns the sampling parameters of a request for text. max_tokens None: as many as fit.
     prompt_logprobs: replaces the request's own. Raises ApiError and RequestError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ApiError(
-            400,
+        raise RequestError(
             f"best_of must be n ({request.n or 1}), got {request.best_of}; answers are not ranked, leave it "
             "out",
-            param="best_of",
+            field="best_of",
         )
     more: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -66,7 +65,7 @@ def text_params(
 
 def _format_fields(request: TextFields) -> list[str]:
     """Returns the given fields that constrain the text. Several may hold the same constraint, as clients
-    send both the older and the newer field. Raises ApiError if they differ."""
+    send both the older and the newer field. Raises RequestError if they differ."""
     fields = [name for name in FORMAT_FIELDS if getattr(request, name) is not None]
     if request.grammar == "":  # llama.cpp's default
         fields.remove("grammar")
@@ -74,10 +73,9 @@ def _format_fields(request: TextFields) -> list[str]:
         fields.remove("response_format")
     wishes = [_comparable(_format(request, field)) for field in fields] if len(fields) > 1 else []
     if any(wish != wishes[0] for wish in wishes):
-        raise ApiError(
-            400,
+        raise RequestError(
             f"{' and '.join(fields)} must not constrain the text in different ways; give one of them",
-            param=fields[0],
+            field=fields[0],
         )
     return fields
 
@@ -113,10 +111,9 @@ def from_response_format(
         return None
     if wanted.type == "structural_tag":
         if wanted.format is None and wanted.structures is None:
-            raise ApiError(
-                400,
+            raise RequestError(
                 "response_format must have a structural tag; give format, or structures and triggers",
-                param="response_format.format",
+                field="response_format.format",
             )
         tag: dict[str, Any] = {"type": "structural_tag"}
         if wanted.format is not None:
@@ -131,22 +128,21 @@ def from_response_format(
         return StructuredOutputsParams(json=schema, whitespace_pattern=whitespace_pattern)
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=whitespace_pattern)
-    raise ApiError(
-        400,
+    raise RequestError(
         "response_format.json_schema.schema is missing; give the schema, or the type json_object for "
         "any object",
-        param="response_format.json_schema",
+        field="response_format.json_schema",
     )
 
 
 def check_stream_options(
     stream: bool | None, options: StreamOptions | None, config: ServerConfig
 ) -> StreamOptions:
-    """Returns the options of a stream, with include_usage if the operator forces it. Raises ApiError for
+    """Returns the options of a stream, with include_usage if the operator forces it. Raises RequestError for
     options without a stream, as OpenAI and vLLM do."""
     if options is not None and not stream:
-        raise ApiError(
-            400, "stream_options is for streams; set stream to true or leave it out", param="stream_options"
+        raise RequestError(
+            "stream_options is for streams; set stream to true or leave it out", field="stream_options"
         )
     found = options or StreamOptions()
     return msgspec.structs.replace(found, include_usage=True) if config.enable_force_include_usage else found
@@ -167,21 +163,20 @@ async def read_prompts(
     keep: int | None = None,
 ) -> list[Prompt]:
     """Returns the prompts of a completion or embedding request. keep: the number of last tokens that are
-    kept of each; None: all. Raises ApiError for a mixture of texts and ids."""
+    kept of each; None: all. Raises RequestError for a mixture of texts and ids."""
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
-        raise ApiError(400, f"{field} is empty; give at least one prompt", param=field)
+        raise RequestError(f"{field} is empty; give at least one prompt", field=field)
     elif are_ids(given):
         texts = [given]
     elif (kinds := set(map(type, given))) == {str} or kinds == {list}:
         texts = list(given)
     else:
-        raise ApiError(
-            400,
+        raise RequestError(
             f"{field} must not mix texts and token ids; give a text, a list of texts, ids, or a list of "
             "lists of ids",
-            param=field,
+            field=field,
         )
     if isinstance(texts[0], str):
         prompts = [

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shoal.errors import RequestError
 from shoal.options.fields import kind_of
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
-from shoal.server.errors import ApiError
 
 AS_MANY_AS_FIT = -1  # max_tokens: fill the context
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -96,11 +96,10 @@ class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
         lists of tokens that are longer than the vocabulary."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             if (value := getattr(self, name)) is not None and len(value) > vocab_size:
-                raise ApiError(
-                    400,
+                raise RequestError(
                     f"{name} must have at most one entry for each of the {vocab_size} tokens, got "
                     f"{len(value)}; name each once",
-                    param=name,
+                    field=name,
                 )
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return SamplingParams(**{**defaults, **given, **more})

@@ -207,9 +207,7 @@ async def create_response(exchange: Exchange) -> None:
         exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
     # Log-probabilities belong to items, so the answer is read as it comes.
     is_whole = not request.stream and params.logprobs is None
-    form = AnswerFormat(
-        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
-    )
+    form = AnswerFormat(plan, *model.loaded.parsers, prompt.text or "", params)
     prompt.budget = form.budget(request.thinking_token_budget, model.loaded.tokenizer)
     parser = form.parser(is_whole=is_whole)
     by_ids = exchange.context.config.return_tokens_as_token_ids
@@ -269,7 +267,7 @@ async def _prepared(
     exchange.names |= {"prompt": "input", "max_tokens": "max_output_tokens"}
     params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
-    plan.constrain(params, model.loaded.tool_call_parser, model.loaded.reasoning_parser, exchange.names)
+    plan.constrain(params, *model.loaded.parsers, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     effort = request.reasoning.effort if request.reasoning is not None else None
     messages = _messages(exchange, request)
@@ -479,7 +477,7 @@ def _earlier_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[s
         return []
     store = exchange.context.responses
     if not store.max_bytes:
-        raise ApiError(400, f"previous_response_id: {KEEPS_NONE}", param="previous_response_id")
+        raise RequestError(f"previous_response_id: {KEEPS_NONE}", field="previous_response_id")
     if (items := store.conversation(name)) is None:
         raise ApiError(
             400,
@@ -499,8 +497,8 @@ def _referenced(exchange: Exchange, i: int, item: dict[str, Any]) -> dict[str, A
         return item
     name, store = _text(i, item, "id"), exchange.context.responses
     if not store.max_bytes:
-        raise ApiError(
-            400, f"input[{i}] names the item {name!r:.100} by its id: {KEEPS_NONE}", param=f"input[{i}]"
+        raise RequestError(
+            f"input[{i}] names the item {name!r:.100} by its id: {KEEPS_NONE}", field=f"input[{i}]"
         )
     if (found := store.item(name)) is None:
         raise ApiError(
@@ -740,22 +738,21 @@ def _chat_choice(
 
 
 def _refuse(request: ResponsesRequest) -> None:
-    """Raises ApiError for a request of something that this server does not have."""
+    """Raises RequestError for a request of something that this server does not have."""
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"{name}: this server keeps neither conversations nor prompts; send all of it as `input`",
-                param=name,
+                field=name,
             )
     if request.background:
-        raise ApiError(
-            400, "background must be false, as nothing runs in the background here", param="background"
+        raise RequestError(
+            "background must be false, as nothing runs in the background here", field="background"
         )
     if request.max_tokens is not None:
-        raise ApiError(400, "max_tokens is called max_output_tokens here", param="max_tokens")
+        raise RequestError("max_tokens is called max_output_tokens here", field="max_tokens")
     if request.n not in (None, 1):
-        raise ApiError(400, f"n {request.n} is not 1: a response has one answer", param="n")
+        raise RequestError(f"n {request.n} is not 1: a response has one answer", field="n")
 
 
 def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> SamplingParams:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.api import TokenLogprobs
+from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams
 from shoal.server.apis.params import read_prompts, shortened
 from shoal.server.apis.parts import readable_message
@@ -35,7 +36,7 @@ async def tokenize(exchange: Exchange) -> None:
     request = exchange.decode(TokenizeRequest)
     model = exchange.models.find(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
+        raise RequestError("prompt and messages: give exactly one of them", field="prompt")
     if request.messages is not None:
         ids = (await _prompt_of(exchange, model, request, request.messages, tools=request.tools)).token_ids
     else:
@@ -108,7 +109,7 @@ async def create_embeddings(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
     if (request.input is None) == (request.messages is None):
-        raise ApiError(400, "input and messages: give exactly one of them", param="input")
+        raise RequestError("input and messages: give exactly one of them", field="input")
     if request.messages is not None:
         exchange.names["prompt"] = "messages"
         prompt = await _prompt_of(exchange, model, request, request.messages, must_fit=keep is None)
@@ -168,10 +169,9 @@ async def embed(
     hidden size]. Raises ApiError and RequestError."""
     most = max(MAX_INPUTS, model.admission.limit)
     if len(prompts) > most:
-        raise ApiError(
-            400,
+        raise RequestError(
             f"input must have at most {most} entries, got {len(prompts)}; send several requests",
-            param="input",
+            field="input",
         )
     generation = exchange.generate(
         model,
@@ -200,10 +200,9 @@ def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
     if dimensions is None or dimensions == len(vector):
         return vector
     if dimensions > len(vector):
-        raise ApiError(
-            400,
+        raise RequestError(
             f"dimensions must be at most {len(vector)}, the model's, got {dimensions}; ask for fewer",
-            param="dimensions",
+            field="dimensions",
         )
     length = math.sqrt(sum(v * v for v in vector[:dimensions])) or 1.0
     return [v / length for v in vector[:dimensions]]
@@ -221,18 +220,16 @@ async def generate_tokens(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     sampling = request.sampling_params or TokenSampling()
     if sampling.n not in (None, 1):
-        raise ApiError(
-            400,
+        raise RequestError(
             f"sampling_params.n must be 1 on this endpoint, got {sampling.n}; send the request once for each "
             "answer",
-            param="sampling_params.n",
+            field="sampling_params.n",
         )
     # Stop strings need text, and this endpoint has only ids.
     if sampling.stop:
-        raise ApiError(
-            400,
+        raise RequestError(
             "sampling_params.stop must be absent on this endpoint, which has only ids; use stop_token_ids",
-            param="sampling_params.stop",
+            field="sampling_params.stop",
         )
     more: dict[str, Any] = {"detokenize": False, "logprobs": sampling.logprobs}
     params = sampling.sampling_params(

@@ -17,7 +17,7 @@ from shoal.control import ServedEngine
 from shoal.errors import RequestError
 from shoal.model_card import ModelCard
 from shoal.sampling_params import sampling_defaults
-from shoal.server.errors import ApiError, context_overflow
+from shoal.server.errors import context_overflow
 from shoal.server.served.admission import Admission
 from shoal.server.served.text_threads import TextThreads
 from shoal.stats import SleepState, Stats
@@ -78,6 +78,10 @@ class LoadedModel:
     most_drafts: int = 0  # the most in one step of a sequence; 0: the engine makes none
     summary: ModelSummary = field(default_factory=ModelSummary)
     card: ModelCard | None = None  # None: built without a card, as in tests
+
+    @property
+    def parsers(self) -> tuple[str, str]:
+        return self.tool_call_parser, self.reasoning_parser
 
     @functools.cached_property
     def default_params(self) -> dict[str, Any]:
@@ -254,23 +258,21 @@ class ServedModel:
     def _check_template(
         self, tokenizer: Tokenizer, chat_template: str | None, variables: dict[str, Any]
     ) -> None:
-        """Raises ApiError for a template or variables that a request must not bring."""
+        """Raises RequestError for a template or variables that a request must not bring."""
         if (
             chat_template is not None
             and not self.trust_request_chat_template
             and chat_template not in tokenizer.chat_templates
         ):
-            raise ApiError(
-                400,
+            raise RequestError(
                 "chat_template must be a template of the model, got one in the request, which may run for "
                 "ever; leave it out, or start the server with --trust-request-chat-template",
-                param="chat_template",
+                field="chat_template",
             )
         if taken := TEMPLATE_NAMES & (variables.keys() | self.template_defaults.keys()):
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"chat_template_kwargs must not have {sorted(taken)}; use the request's own fields",
-                param="chat_template_kwargs",
+                field="chat_template_kwargs",
             )
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
