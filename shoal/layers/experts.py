@@ -4,6 +4,7 @@ shared expert, as the last of them or apart. It takes and returns what an MLP do
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_int
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.mlp import MLP
 from shoal.layers.norm import RMSNorm
-from shoal.layers.packed_weight import PackedWeight, check_stack
+from shoal.layers.packed_weight import PackedWeight, check_stack, have_expert_kernels
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
 from shoal.model_config import ModelConfig
@@ -52,7 +53,8 @@ class ExpertMatrix(MatrixLayer):
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
         self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
-        self.joined, self.per_expert = joined, len(names) if stacked else 0
+        self.joined = joined
+        self.other: weakref.ref[ExpertMatrix] | None = None  # the stacked group has two
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if biased else None
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
@@ -76,9 +78,32 @@ class ExpertMatrix(MatrixLayer):
         copy_into(self._part_of(self.bias, part), shard, name)
 
     def _pack(self) -> None:
+        """Packs a stacked matrix once it is known whether kernels of experts take both of its group."""
         if self.stacked:
             check_stack(self._quantized_parts.values())
+        other = None if self.other is None else self.other()
+        if other is None or isinstance(self.format, PackedWeight):
+            super()._pack()
+        elif other._waits():
+            both = self, other
+            takes = all(
+                have_expert_kernels([*m._quantized_parts.values()], len(m.names), m.device, m.dtype)
+                for m in both
+            )
+            for matrix in both:
+                matrix._pack_waiting(takes)
+
+    def _waits(self) -> bool:
+        return len(self._quantized_parts) == len(self.parts)
+
+    def _pack_waiting(self, for_experts: bool) -> None:
+        self.per_expert = len(self.names) if for_experts else 0
         super()._pack()
+
+    def finish(self) -> None:
+        if self._waits() and not isinstance(self.format, PackedWeight):  # The group's other one is plain.
+            self._pack_waiting(for_experts=False)
+        super().finish()
 
     def stack(self) -> torch.Tensor | PackedExperts:
         """[experts, rows of one, inputs], or the packed matrix of all rows."""
@@ -110,6 +135,8 @@ class ExpertGroup(nn.Module):
         rest = tp, ops, stacked, kind.biases, kind.router.joined
         self.w13 = ExpertMatrix(experts, first, up, *rest)
         self.w2 = ExpertMatrix(experts, ("down_proj",), down, *rest)
+        if stacked:
+            self.w13.other, self.w2.other = weakref.ref(self.w2), weakref.ref(self.w13)
 
 
 class Experts(nn.Module):

@@ -32,7 +32,7 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
 # The same for matrices of all experts, gate and up of each before the next one's. Such a module has
-# `has_kernels`, too; where that says no, they are packed as others are.
+# `has_kernels`, too; where that says no of one of a layer's two, both are packed as others are.
 EXPERTS_PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Mxfp4Tensor: {"cuda": "shoal.kernels.matmul.mxfp4_experts"}
 }
@@ -177,6 +177,16 @@ def check_stack(pieces: Iterable[QuantizedTensor]) -> None:
             )
 
 
+def have_expert_kernels(
+    pieces: Sequence[QuantizedTensor], per_expert: int, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Says if kernels for experts take these matrices, of which an expert has `per_expert`."""
+    module = EXPERTS_PACKED_BY.get(type(pieces[0]), {}).get(device.type)
+    return module is not None and importlib.import_module(module).has_kernels(
+        pieces, per_expert, device, dtype
+    )
+
+
 def pack(
     pieces: Sequence[QuantizedTensor],
     ops: Ops,
@@ -187,15 +197,12 @@ def pack(
 ) -> PackedWeight:
     """One matrix of all rows of the pieces, in order, for activations of this type. Where the format that it
     replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones.
-    `per_expert`: how many of the pieces are an expert's; 0: it is not a matrix of experts."""
-    for_experts = EXPERTS_PACKED_BY.get(type(pieces[0]), {}).get(device.type)
-    if per_expert and for_experts is not None:
-        module = importlib.import_module(for_experts)
-        if module.has_kernels(pieces, per_expert, device, dtype):
-            old = replaced.packed if isinstance(replaced, PackedWeight) else None
-            return PackedWeight(ops, module.pack(pieces, old, per_expert, device))
-    module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
+    `per_expert`: how many of the pieces are an expert's, for kernels of experts; 0: for others."""
     old = replaced.packed if isinstance(replaced, PackedWeight) else None
+    if per_expert:
+        module = importlib.import_module(EXPERTS_PACKED_BY[type(pieces[0])][device.type])
+        return PackedWeight(ops, module.pack(pieces, old, per_expert, device))
+    module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
     where = () if device.type == "cpu" else (device, dtype)
     packed = cast(PackedMatrix, module.pack(pieces, old, *where))
     return FusedWeight(ops, packed) if isinstance(packed, FusedMatrix) else PackedWeight(ops, packed)

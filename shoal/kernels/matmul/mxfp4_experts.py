@@ -83,12 +83,12 @@ class ExpertRuns:
 
 def has_kernels(tensors: Sequence[object], per_expert: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Says if these matrices can be multiplied so: in MXFP4, for rows in bf16 on Hopper, of whole strips and
-    whole groups of inputs. `per_expert`: how many matrices of the list an expert has. Gate and up need inputs
-    of whole strips as well: down has as many outputs, and both matmuls have to read runs."""
+    whole groups of inputs. `per_expert`: how many matrices of the list an expert has. Both matrices
+    of a layer have to be such."""
     if not all(isinstance(tensor, Mxfp4Tensor) for tensor in tensors) or dtype != torch.bfloat16:
         return False
     outs, inputs = tensors[0].shape  # type: ignore[attr-defined]
-    whole = outs * per_expert % STRIP == 0 and inputs % (STRIP if per_expert > 1 else SCALE_GROUP) == 0
+    whole = outs * per_expert % STRIP == 0 and inputs % SCALE_GROUP == 0
     return whole and is_hopper(device) and HAS_GLUON and has_compiler()
 
 

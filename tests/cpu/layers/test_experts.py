@@ -20,11 +20,12 @@ from shoal.kernels.matmul import gpu_fp8, gpu_weight
 from shoal.kernels.moe import reference
 from shoal.kernels.moe.mixture import ExpertWeights
 from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.experts import Activation, ExpertsKind, Router, SharedExpert
 from shoal.layers.experts import ExpertMatrix, Experts, MoE
 from shoal.layers.norm import RMSNorm
-from shoal.layers.packed_weight import PACKED_BY, PackedWeight
+from shoal.layers.packed_weight import EXPERTS_PACKED_BY, PACKED_BY, PackedWeight
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PlainWeight
 from shoal.models.loading import layer_tensors
@@ -159,6 +160,33 @@ def test_where_one_expert_comes_plain_all_matrices_of_its_kind_become_so(plain_o
     (w13, w2) = matrices(experts)
     became_plain, stayed = (w2, w13) if "down" in plain_one else (w13, w2)
     assert isinstance(became_plain.format, PlainWeight) and isinstance(stayed.format, PackedWeight)
+    check(experts, tensors)
+
+
+@pytest.mark.parametrize("down", ["mxfp4", "mxfp4 of refused sizes", "int4 by 32, zeros", "plain"])
+def test_kernels_of_experts_take_both_matrices_or_none(down: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: gate and up were packed for kernels of experts before down was known not to be."""
+    packed: list[int] = []
+
+    def pack(pieces: list[QuantizedTensor], old: object, per_expert: int, *where: object) -> object:
+        packed.append(per_expert)
+        return gpu_weight.pack(pieces, old, CPU, FP16)
+
+    module = SimpleNamespace(
+        pack=pack, has_kernels=lambda pieces, count, *where: count == 2 or down != "mxfp4 of refused sizes"
+    )
+    monkeypatch.setitem(sys.modules, "kernels of experts", module)
+    monkeypatch.setitem(EXPERTS_PACKED_BY, Mxfp4Tensor, {"cpu": "kernels of experts"})
+    seed()
+    tensors, experts = made(TILED["mxfp4"]), build()
+    for name in [name for name in tensors if "down_proj" in name and "mxfp4" not in down]:
+        tensors[name] = TILED.get(down, plain)(HIDDEN, SIZE)
+    load(experts, tensors)
+    assert sorted(packed) == ([1, 2] if down == "mxfp4" else [])
+    assert isinstance(matrices(experts)[0].format, PackedWeight)
+    check(experts, tensors)
+    load(experts, tensors)  # weights that come again
+    assert sorted(packed) == ([1, 1, 2, 2] if down == "mxfp4" else [])
     check(experts, tensors)
 
 
