@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -25,6 +25,15 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute, as is the next
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as is the next
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+TENSOR_MAP_TYPES = {torch.int32: 3, torch.bfloat16: 9}  # CUtensorMapDataType
+SWIZZLE_128B = 3  # CUtensorMapSwizzle
+L2_256B = 3  # CUtensorMapL2promotion
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
 
 
 class _Attribute(ctypes.Structure):
@@ -92,6 +101,35 @@ class CudaFunction:
         code = getattr(self._driver, name)(*arguments)
         if code:
             raise RuntimeError(f"{name} failed: the CUDA driver's error {code}")
+
+
+def tensor_map(
+    pointer: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> TensorMap:
+    """Describes a tensor to TMA (CUtensorMap), which reads boxes of it: sizes of dimensions and of a box, the
+    innermost first, and strides in bytes of all but that one. Numbers of 16 bits are swizzled as tensor cores
+    want rows of 64 of them."""
+    return _tensor_map(pointer, dtype, tuple(sizes), tuple(strides), tuple(box))
+
+
+@functools.lru_cache(maxsize=8192)
+def _tensor_map(
+    pointer: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    count, kind = len(sizes), TENSOR_MAP_TYPES[dtype]
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
+    aligned = -ctypes.addressof(memory) % 64  # as the driver wants it
+    code = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(ctypes.addressof(memory) + aligned), kind, count, ctypes.c_void_p(pointer)),
+        (ctypes.c_uint64 * count)(*sizes),
+        (ctypes.c_uint64 * (count - 1))(*strides),
+        (ctypes.c_uint32 * count)(*box),
+        (ctypes.c_uint32 * count)(*[1] * count),
+        *(0, SWIZZLE_128B if dtype.itemsize == 2 else 0, L2_256B, 0),
+    )
+    if code:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed: the CUDA driver's error {code}")
+    return TensorMap.from_buffer_copy(memory, aligned)
 
 
 def compiled(source: Path, constants: Mapping[str, int], capability: tuple[int, int]) -> bytes:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = torch.device("cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = [(6144, 4096), (4096, 12288), (24576, 4096), (1000, 576), (74, 2080), (2048, 2560), (1024, 3072)]
-ROWS = [1, 2, 7, 16, 17, 33, 64, 65, 100, 256, 300]
+ROWS = [1, 2, 7, 16, 17, 33, 64, 65, 100, 130, 256, 300]
 
 
 def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
@@ -38,14 +38,18 @@ def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "group 128, zeros", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("outs", "inputs"), SIZES)
 def test_matmuls(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None:
     """A weight, its scale and the result are rounded to the type: 2**-9 each on average in bf16."""
     print("seed", torch.manual_seed(23).initial_seed())
-    group = 128 if kind == "group 128" and inputs % 128 == 0 else 32
+    group = 128 if "128" in kind and inputs % 128 == 0 else 32
     e2m1 = {"mxfp4": mxfp4, "nvfp4": nvfp4}
-    tensor = e2m1[kind](outs, inputs) if kind in e2m1 else int4(outs, inputs, group, kind == "int4")
+    tensor = (
+        e2m1[kind](outs, inputs)
+        if kind in e2m1
+        else int4(outs, inputs, group, kind in ("int4", "group 128, zeros"))
+    )
     weight, matrix = packed([tensor], dtype)
     bias = torch.randn(outs, device=DEVICE).to(dtype)
     for rows in ROWS:
@@ -67,10 +71,11 @@ def test_a_matmul_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
     from shoal.kernels.matmul import packed_linear
 
     print("seed", torch.manual_seed(24).initial_seed())
-    for tensor in (int4(1000, 1056), mxfp4(1000, 1056), int4(1000, 1072, 16)):
+    tensors = [int4(1000, 1056), mxfp4(1000, 1056), int4(1000, 1072, 16)]
+    for tensor in [*tensors, int4(1088, 1152, 128), int4(1088, 1152, 128, zeros=False)]:
         weight, _ = packed([tensor], dtype)
-        matrix = packed_linear.unpack_rows(weight, 0, 1000).float()
-        for rows in (1, 33, 128):
+        matrix = packed_linear.unpack_rows(weight, 0, tensor.shape[0]).float()
+        for rows in (1, 33, 128, 200):
             x = torch.randn(rows, matrix.shape[1], device=DEVICE).to(dtype)
             assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 3e-3
 
@@ -120,12 +125,13 @@ def test_a_chain_of_rings_is_in_order_and_equal_each_time(zeros: bool) -> None:
     check_chain_of_rings(x, up, down)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 300])
-def test_a_chain_is_in_order_and_equal_each_time(rows: int) -> None:
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 256, 300])
+def test_a_chain_is_in_order_and_equal_each_time(rows: int, group: int) -> None:
     """Kernels that overlap read and write the residual, and share the counters of split matmuls."""
-    (up, _), (down, _) = packed([int4(6144, 1024)]), packed([int4(1024, 3072)])
-    x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
-    norm = torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
+    (up, _), (down, _) = packed([int4(6144, 2048, group)]), packed([int4(2048, 3072, group)])
+    x = torch.randn(rows, 2048, device=DEVICE).to(torch.bfloat16)
+    norm = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
 
     def add_layer(residual: torch.Tensor) -> None:
         down.add(up.gated(up.normed(None, residual, norm, 1e-6), None), None, residual)

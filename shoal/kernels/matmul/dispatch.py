@@ -46,6 +46,8 @@ MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
 FEW_OUTS, WIDE_INPUTS = 256, 4096
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
+PACKED_TALL_ROWS = 32  # More have tiles of packed_rows.py, of as many rows.
+PACKED_BLOCKS = (64, 96, 128, 192, 256)
 EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it varies
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -171,7 +173,8 @@ class Kernel(Enum):
     HOPPER_GATED = 5  # hopper_gated.py
     FP8_MANY = 6  # fp8_linear.py
     FP8_TORCH = 7  # torch._scaled_mm
-    UNPACKED = 8  # what 16 bits have, once the weight is unpacked to them (packed_linear.py)
+    HOPPER_PACKED = 8  # packed_rows.py
+    UNPACKED = 9  # what 16 bits have, once the weight is unpacked to them (packed_linear.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,7 @@ class Matmul(NamedTuple):
     otherwise that is left to the next norm."""
 
     kernel: Kernel
-    tiles: ElementwiseTiles | HopperTiles | RowTiles | None = None  # as the kernel takes them
+    tiles: ElementwiseTiles | HopperTiles | RowTiles | int | None = None  # as the kernel takes them
     norms: bool = False
     adds: bool = True
 
@@ -243,7 +246,8 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
                                                       ELEMENTWISE
     2 to 16       HOPPER, ELEMENTWISE (up to 4),      TILES                  TILES
                   TILES, CUBLAS
-    17 to 256     HOPPER, TILES (up to 32), CUBLAS    FP8_TORCH, FP8_MANY    TILES
+    17 to 256     HOPPER, TILES (up to 32), CUBLAS    FP8_TORCH, FP8_MANY    HOPPER_PACKED (from 33 on),
+                                                                             TILES
     more          HOPPER_GATED, CUBLAS                FP8_TORCH, FP8_MANY    UNPACKED
 
     Float32 goes to cuBLAS. A norm before one row is inside where a ring takes it, and where it is narrow."""
@@ -262,6 +266,9 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     if is_fp8:
         return _choose_fp8(shape, rows, gpu)
     if is_packed:
+        block_rows = choose_packed_rows(shape, rows, dtype, gpu)
+        if block_rows is not None:
+            return Matmul(Kernel.HOPPER_PACKED, block_rows)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Matmul(Kernel.UNPACKED if packed is None else Kernel.TILES, packed)
     if is_16_bits and (chosen := _choose_16_bits(shape, rows, gpu)) is not None:
@@ -403,6 +410,24 @@ def _packed_tiles(
 def _whole_packed_tiles(block_rows: int, inputs: int, bits: int, gated: bool) -> RowTiles:
     most = 1 if block_rows == 128 else 2 if gated or block_rows == 64 else 4
     return _packed_tiles(block_rows, 64 if gated or block_rows <= 32 else 128, inputs, bits, most)
+
+
+def choose_packed_rows(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> int | None:
+    """Returns the rows of a tile of packed_rows.py. None: others are faster, or it cannot.
+
+    A program has one tile of 64 weight rows after the other. Tensor cores take these from registers, which
+    costs them as much as 54 rows more. Where tiles are for half of the SMs only, tile_matmul.py splits the
+    inputs."""
+    whole = shape.inputs % 128 == 0 and shape.outs % (32 if shape.gated else 64) == 0
+    known = shape.bits == 4 and dtype == torch.bfloat16
+    if not (gpu.hopper and whole and known and PACKED_TALL_ROWS < rows <= gpu.limits.packed_rows):
+        return None
+
+    def tiles(block: int) -> int:
+        return cdiv(rows, block) * (shape.weight_rows // 64)
+
+    block = min(PACKED_BLOCKS, key=lambda block: cdiv(tiles(block), gpu.sms) * (54 + block))
+    return block if 2 * tiles(block) > gpu.sms else None
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:

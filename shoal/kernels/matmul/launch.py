@@ -21,6 +21,7 @@ from shoal.kernels.matmul.dispatch import (
 )
 from shoal.kernels.matmul.elementwise import elementwise_matmul
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
+from shoal.kernels.matmul.packed_rows import packed_rows_matmul
 from shoal.kernels.matmul.tile_matmul import Weight, tile_linear, weight_shape
 from shoal.kernels.quant.fp8_tensor import Fp8Rows
 
@@ -69,6 +70,9 @@ def launch(
         return hopper_row.hopper_row_matmul(
             x_TI, weight, bias, gated, residual_TO, norm_weight_I=norm[0], eps=eps
         )
+    if isinstance(chosen.tiles, int):
+        assert isinstance(weight, TiledWeight)
+        return packed_rows_matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if isinstance(chosen.tiles, RowTiles):
         return tile_linear(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     assert isinstance(chosen.tiles, ElementwiseTiles) and not isinstance(weight, TiledWeight)

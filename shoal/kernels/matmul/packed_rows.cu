@@ -1,0 +1,442 @@
+// Matmuls of many rows with weights of 4 bits on Hopper. packed_rows.py launches them, says what they are for, and defines
+// PR_ROWS rows of a tile, PR_GROUP inputs that share a scale, PR_E2M1 (1: weights are such numbers) and PR_SHARED_BYTES.
+//
+// Programs stay on their SMs. A unit is a strip of 64 weight rows (4 tiles of gpu_weight.py) with a tile of rows, and each
+// program has units that follow one another. One thread keeps a ring of shared memory filled by TMA, 128 inputs at a time:
+// words, scales and minima of one or two strips, and the rows. Two warpgroups make a thread's words the registers that are
+// wgmma's left operand; rows are its right one. They have a strip each, or share the last one: each multiplies half of its
+// inputs, and finishes half of the rows.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+constexpr int ROWS = PR_ROWS, NT = ROWS / 8;
+constexpr int WARPGROUPS = 2;  // that multiply
+constexpr int THREADS = WARPGROUPS * 128 + 128;
+constexpr int STEPS = 2;  // of 64 inputs, that are copied at once
+constexpr int GROUPS = STEPS * 64 / PR_GROUP;
+constexpr int TILE_BYTES = STEPS * 512, SCALE_BYTES = GROUPS * 32;  // of a tile in a place of the ring
+constexpr int ROWS_BYTES = STEPS * ROWS * 128;                      // of a place
+constexpr int SCALES_AT = 2 * 4 * TILE_BYTES, MINIMA_AT = SCALES_AT + 2 * 4 * SCALE_BYTES;
+constexpr int WEIGHT_BYTES = MINIMA_AT + 2 * 4 * SCALE_BYTES;
+constexpr int EXCHANGED = 2;  // tiles of 8 rows that a warpgroup gives to the other at once
+constexpr int EXCHANGE_BYTES = 2 * EXCHANGED * 4 * 128 * 4;
+constexpr int PLACES = (PR_SHARED_BYTES - 1024 - 256 - EXCHANGE_BYTES) / (ROWS_BYTES + WEIGHT_BYTES);
+constexpr float LARGER = 65536.0f;  // Weights in registers are too small by it (loaders.py).
+static_assert(128 % PR_GROUP == 0 && ROWS % 32 == 0 && PLACES >= 2 && PLACES <= 16, "");
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred complete;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n@!complete bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+// A box of what `map` describes, in three and in four dimensions.
+__device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, int z, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+               "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+                   to),
+               "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+__device__ __forceinline__ uint4 load_words(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_scales(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ float load_float(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_float(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ __forceinline__ u32 fma(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float rounded(float x) { return __uint_as_float(pair_of(0.0f, x)); }
+// A matrix of 8 x 8, of which a lane has two numbers of row lane / 4, with rows and columns exchanged.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 v;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  return v;
+}
+
+// sums += a b by tensor cores: 64 weight rows, 16 inputs, ROWS rows. b: where they lie in shared memory.
+#define R4(a, b, c, d) "%" #a ", %" #b ", %" #c ", %" #d
+#define S4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define R16 R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7) ", " R4(8, 9, 10, 11) ", " R4(12, 13, 14, 15)
+#define R32 R16 ", " R4(16, 17, 18, 19) ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
+#define R48 R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47)
+#define R64 R48 ", " R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63)
+#define R80 R64 ", " R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71) ", " R4(72, 73, 74, 75) ", " R4(76, 77, 78, 79)
+#define R96 R80 ", " R4(80, 81, 82, 83) ", " R4(84, 85, 86, 87) ", " R4(88, 89, 90, 91) ", " R4(92, 93, 94, 95)
+#define R112 R96 ", " R4(96, 97, 98, 99) ", " R4(100, 101, 102, 103) ", " R4(104, 105, 106, 107) ", " R4(108, 109, 110, 111)
+#define R128 R112 ", " R4(112, 113, 114, 115) ", " R4(116, 117, 118, 119) ", " R4(120, 121, 122, 123) ", " R4(124, 125, 126, 127)
+#define S16 S4(0), S4(4), S4(8), S4(12)
+#define S32 S16, S4(16), S4(20), S4(24), S4(28)
+#define S48 S32, S4(32), S4(36), S4(40), S4(44)
+#define S64 S48, S4(48), S4(52), S4(56), S4(60)
+#define S80 S64, S4(64), S4(68), S4(72), S4(76)
+#define S96 S80, S4(80), S4(84), S4(88), S4(92)
+#define S112 S96, S4(96), S4(100), S4(104), S4(108)
+#define S128 S112, S4(112), S4(116), S4(120), S4(124)
+#define MULTIPLY(N, REGS, A, B)                                                                                        \
+  if constexpr (ROWS == N)                                                                                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##REGS "}, {" A "}, %" #B ", 1, 1, 1, 0;" \
+                 : S##REGS                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ __forceinline__ void multiply(float (&s)[4 * NT], const u32 (&a)[4], u64 b) {
+  MULTIPLY(32, 16, R4(16, 17, 18, 19), 20)
+  MULTIPLY(64, 32, R4(32, 33, 34, 35), 36)
+  MULTIPLY(96, 48, R4(48, 49, 50, 51), 52)
+  MULTIPLY(128, 64, R4(64, 65, 66, 67), 68)
+  MULTIPLY(160, 80, R4(80, 81, 82, 83), 84)
+  MULTIPLY(192, 96, R4(96, 97, 98, 99), 100)
+  MULTIPLY(224, 112, R4(112, 113, 114, 115), 116)
+  MULTIPLY(256, 128, R4(128, 129, 130, 131), 132)
+}
+// Matmuls before this are not moved behind it, nor others' numbers before it.
+template <int N>
+__device__ __forceinline__ void keep(float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(s[i])::"memory");
+}
+__device__ __forceinline__ void begin_matmuls() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_matmuls() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_matmuls() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+struct alignas(64) Map {
+  u8 bytes[128];
+};
+struct Arguments {
+  Map x, words, scales, minima;  // as packed_rows.py describes them
+  const u16* bias;               // or null
+  const u8* residual;            // or null; may be `out`
+  u8* out;
+  int has_minima, rows, outs, steps;  // steps of 64 inputs
+};
+
+// Strips that a program multiplies at once, beside one another: one or two.
+template <bool GATED>
+struct Group {
+  int row_tile, strip, count;
+  __device__ __forceinline__ Group(const Arguments& a, int at, int end) {
+    int strips = a.outs / (GATED ? 32 : 64);
+    row_tile = at / strips, strip = at % strips, count = min(min(2, strips - strip), end - at);
+  }
+};
+
+// Addresses in shared memory, and the place whose turn it is.
+struct Ring {
+  u32 memory, place, parity;
+  __device__ __forceinline__ u32 rows_at() const { return memory + place * ROWS_BYTES; }
+  __device__ __forceinline__ u32 weights_at() const { return memory + PLACES * ROWS_BYTES + place * WEIGHT_BYTES; }
+  __device__ __forceinline__ u32 exchange() const { return memory + PLACES * (ROWS_BYTES + WEIGHT_BYTES); }
+  __device__ __forceinline__ u32 full() const { return exchange() + EXCHANGE_BYTES + place * 8; }
+  __device__ __forceinline__ u32 free() const { return full() + PLACES * 8; }
+  __device__ __forceinline__ void next() {
+    if (++place == PLACES) place = 0, parity ^= 1;
+  }
+};
+
+// Goes through the places of the ring that a program fills.
+template <bool GATED>
+struct Cursor {
+  int at, end, round, rounds;
+  Group<GATED> group;
+  Ring ring;
+  __device__ __forceinline__ Cursor(const Arguments& a, int at, int end, const Ring& ring)
+      : at(at), end(end), round(0), rounds(a.steps / STEPS), group(a, at, end), ring(ring) {}
+  __device__ __forceinline__ bool more() const { return at < end; }
+  __device__ __forceinline__ void next(const Arguments& a) {
+    ring.next();
+    if (++round == rounds) {
+      round = 0, at += group.count;
+      if (at < end) group = Group<GATED>(a, at, end);
+    }
+  }
+  __device__ __forceinline__ void copy_weights(const Arguments& a) const {
+    u32 full = ring.full(), to = ring.weights_at();
+    expect(full, group.count * 4 * (TILE_BYTES + SCALE_BYTES * (a.has_minima ? 2 : 1)) + ROWS_BYTES);
+#pragma unroll 1
+    for (int i = 0; i < group.count; ++i) {
+      int tile = (group.strip + i) * (GATED ? 2 : 4);
+      copy_box(to + i * (4 * TILE_BYTES), &a.words, 0, round * STEPS, tile, 0, full);
+      copy_box(to + SCALES_AT + i * (4 * SCALE_BYTES), &a.scales, 0, round * GROUPS, tile, 0, full);
+      if (a.has_minima) copy_box(to + MINIMA_AT + i * (4 * SCALE_BYTES), &a.minima, 0, round * GROUPS, tile, 0, full);
+    }
+  }
+  __device__ __forceinline__ void copy_rows(const Arguments& a) const {
+    copy_box(ring.rows_at(), &a.x, 0, group.row_tile * ROWS, round * STEPS, ring.full());
+  }
+};
+
+// The work of one thread. Weights are asked for before the rows are there.
+template <bool GATED>
+__device__ __forceinline__ void fill(const Arguments& a, int at, int end, Ring ring) {
+  prefetch_map(&a.words), prefetch_map(&a.scales), prefetch_map(&a.x);
+  Cursor<GATED> next(a, at, end, ring), behind(a, at, end, ring);
+  int early = 0;
+#pragma unroll 1
+  for (; early < PLACES && next.more(); ++early, next.next(a)) next.copy_weights(a);
+  wait_for_previous();
+#pragma unroll 1
+  for (; early; --early, behind.next(a)) behind.copy_rows(a);
+#pragma unroll 1
+  for (; next.more(); next.next(a)) {
+    wait(next.ring.free(), next.ring.parity ^ 1);
+    next.copy_weights(a);
+    next.copy_rows(a);
+  }
+}
+
+// A group's scales and minima, of the weight rows g and g + 8 of a warp.
+struct Scales {
+  u32 low, high, lowest, highest;
+};
+constexpr u32 NOTHING = 0x80008000u;  // -0.0
+template <bool GATED>
+__device__ __forceinline__ Scales scales_of(const Arguments& a, u32 weights_at, int warp, int g) {
+  Scales s;
+  u32 at = weights_at + SCALES_AT + g * 4;
+  if (GATED) {
+    u32 half = warp % 2 ? 0x3232 : 0x1010;
+    u32 gate = at + warp / 2 * SCALE_BYTES, up = gate + 2 * SCALE_BYTES;
+    s.low = __byte_perm(load_scales(gate), 0, half), s.high = __byte_perm(load_scales(up), 0, half);
+    if (PR_E2M1) {
+      s.lowest = s.highest = NOTHING;
+    } else if (a.has_minima) {
+      constexpr int TO_MINIMA = MINIMA_AT - SCALES_AT;
+      s.lowest = __byte_perm(load_scales(gate + TO_MINIMA), 0, half), s.highest = __byte_perm(load_scales(up + TO_MINIMA), 0, half);
+    } else {
+      u32 zeros = warp % 2 ? 0x80808080u : 0x80088008u;
+      s.lowest = fma(s.low, zeros, NOTHING), s.highest = fma(s.high, zeros, NOTHING);
+    }
+  } else {
+    u32 both = load_scales(at + warp * SCALE_BYTES);
+    s.low = __byte_perm(both, 0, 0x1010), s.high = __byte_perm(both, 0, 0x3232);
+    if (PR_E2M1) {
+      s.lowest = s.highest = NOTHING;
+    } else if (a.has_minima) {
+      both = load_scales(at + warp * SCALE_BYTES + MINIMA_AT - SCALES_AT);
+      s.lowest = __byte_perm(both, 0, 0x1010), s.highest = __byte_perm(both, 0, 0x3232);
+    } else {  // less the quant that stands for 0
+      s.lowest = fma(s.low, 0x80088008u, NOTHING), s.highest = fma(s.high, 0x80808080u, NOTHING);
+    }
+  }
+  return s;
+}
+
+// The numbers of e2m1 that lie `SHIFT` above the lowest bits of each half, put where bf16 has sign, exponent and mantissa.
+template <int SHIFT>
+__device__ __forceinline__ u32 placed(u32 word) {
+  u32 sign = word << (12 - SHIFT), rest = SHIFT < 6 ? word << (6 - SHIFT & 7) : word >> (SHIFT - 6 & 7);
+  return (sign & 0x80008000u) | (rest & 0x01C001C0u);
+}
+// The weights of 16 inputs, from the words of weight rows g and of g + 8. Quants become numbers that are too small
+// (loaders.py). Gated: both are of the upper or the lower rows of a tile, as `shift` and `mask` say.
+template <bool GATED>
+__device__ __forceinline__ void operand(u32 (&w)[4], u32 low, u32 high, int shift, u32 mask, const Scales& s) {
+  if (PR_E2M1) {
+    if (GATED) low >>= shift, high >>= shift;
+    w[0] = placed<0>(low), w[1] = placed<GATED ? 0 : 4>(high), w[2] = placed<8>(low), w[3] = placed<GATED ? 8 : 12>(high);
+  } else {
+    u32 low_mask = GATED ? mask : 0x000F000Fu, high_mask = GATED ? mask : 0x00F000F0u;
+    w[0] = low & low_mask, w[1] = high & high_mask, w[2] = low >> 8 & low_mask, w[3] = high >> 8 & high_mask;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w[i] = fma(w[i], i % 2 ? s.high : s.low, i % 2 ? s.highest : s.lowest);
+}
+
+// Multiplies by COUNT steps, from `first` on, of each place of the ring. `which`: the strip's number there.
+template <bool GATED, int COUNT>
+__device__ __forceinline__ void multiply_strip(const Arguments& a, float (&sums)[4 * NT], Ring& ring, int which, int first) {
+  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4;
+  int shift = warp % 2 * 4;
+  u32 mask = 0x000F000Fu << shift;
+#pragma unroll
+  for (int j = 0; j < 4 * NT; ++j) sums[j] = 0.0f;
+  int rounds = a.steps / STEPS;
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    wait(ring.full(), ring.parity);
+    u32 weights_at = ring.weights_at(), rows_at = 1u << 16 | (ring.rows_at() + first * (ROWS * 128)) >> 4;
+    u32 words_at = weights_at + (which * 4 + (GATED ? warp / 2 : warp)) * TILE_BYTES + first * 512 + lane * 16;
+    u32 scales_at = weights_at + which * (4 * SCALE_BYTES) + first * 64 / PR_GROUP * 32;
+    Scales s;
+    uint4 low[COUNT], high[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      low[i] = load_words(words_at + i * 512);
+      high[i] = GATED ? load_words(words_at + 2 * TILE_BYTES + i * 512) : low[i];
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      u32 weights[4][4];
+      auto find = [&](int k) {
+        if ((i * 64 + k * 16) % PR_GROUP == 0) s = scales_of<GATED>(a, scales_at + (i * 64 + k * 16) / PR_GROUP * 32, warp, g);
+      };
+      find(0);
+      operand<GATED>(weights[0], low[i].x, high[i].x, shift, mask, s);
+      find(1);
+      operand<GATED>(weights[1], low[i].y, high[i].y, shift, mask, s);
+      find(2);
+      operand<GATED>(weights[2], low[i].z, high[i].z, shift, mask, s);
+      find(3);
+      operand<GATED>(weights[3], low[i].w, high[i].w, shift, mask, s);
+      keep(sums);
+      begin_matmuls();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) multiply(sums, weights[k], (u64)0x40000040u << 32 | (rows_at + i * (ROWS * 8) + k * 2));
+      end_matmuls();
+    }
+    wait_for_matmuls();
+    keep(sums);
+    if (lane == 0) arrive(ring.free());
+    ring.next();
+  }
+}
+
+__device__ __forceinline__ float silu_times(float gate, float up) {
+  gate = rounded(gate), up = rounded(up);
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+// Stores tiles of 8 rows, from `BEGIN` on.
+template <bool GATED, int BEGIN, int END>
+__device__ __forceinline__ void store(const Arguments& a, const float (&sums)[4 * NT], int row_tile, int strip) {
+  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  int out = GATED ? strip * 32 + warp * 8 : strip * 64 + warp * 16;  // the warp's first
+  float low = 0.0f, high = 0.0f;
+  if (a.bias) low = widen(a.bias[out + g]), high = widen(a.bias[out + g + (GATED ? a.outs : 8)]);
+  constexpr int HELD = NT % 8 ? 2 : 4, PAIRS = GATED ? 1 : 2;
+#pragma unroll
+  for (int first = BEGIN; first < END; first += HELD) {
+    u32 before[HELD][PAIRS];
+    i64 at[HELD];
+    bool inside[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      int row = row_tile * ROWS + (first + i) * 8 + g;
+      inside[i] = row < a.rows, at[i] = ((i64)row * a.outs + out + c * 2) * 2;
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) before[i][p] = a.residual && inside[i] ? __ldcg((const u32*)(a.residual + at[i] + p * 16)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      const float* s = sums + 4 * (first + i);
+      float top[2] = {s[0] * LARGER + low, s[1] * LARGER + low}, bottom[2] = {s[2] * LARGER + high, s[3] * LARGER + high};
+      u32 found[PAIRS];
+      if constexpr (GATED) {
+        found[0] = transposed(pair_of(silu_times(top[0], bottom[0]), silu_times(top[1], bottom[1])));
+      } else {
+        found[0] = transposed(pair_of(top[0], top[1])), found[1] = transposed(pair_of(bottom[0], bottom[1]));
+      }
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) {
+        if (a.residual) found[p] = pair_of(low_of(before[i][p]) + low_of(found[p]), high_of(before[i][p]) + high_of(found[p]));
+        if (inside[i]) *(u32*)(a.out + at[i] + p * 16) = found[p];
+      }
+    }
+  }
+}
+
+// Each warpgroup gives half of its sums to the other, which adds them to its own.
+__device__ __forceinline__ void add_halves(float (&sums)[4 * NT], u32 exchange, int warpgroup) {
+  constexpr int NUMBERS = 4 * EXCHANGED, HALF = 2 * NT;
+  u32 mine = exchange + warpgroup * (NUMBERS * 512) + threadIdx.x % 128 * 4;
+  u32 others = exchange + (1 - warpgroup) * (NUMBERS * 512) + threadIdx.x % 128 * 4;
+#pragma unroll
+  for (int first = 0; first < HALF; first += NUMBERS) {
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) store_float(mine + i * 512, warpgroup ? sums[first + i] : sums[HALF + first + i]);
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) {
+      float other = load_float(others + i * 512);
+      if (warpgroup) sums[HALF + first + i] += other;
+      else sums[first + i] += other;
+    }
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  }
+}
+
+template <bool GATED>
+__device__ __forceinline__ void matmul(const Arguments& a) {
+  extern __shared__ unsigned char dynamic[];
+  Ring ring = {(shared_address(dynamic) + 1023) / 1024 * 1024, 0, 0};  // as tensor cores' swizzled rows want it
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < PLACES; ++i) make_barrier(ring.full() + i * 8, 1), make_barrier(ring.free() + i * 8, WARPGROUPS * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  start_next();
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  i64 units = (i64)((a.rows + ROWS - 1) / ROWS) * (a.outs / (GATED ? 32 : 64));
+  int at = units * blockIdx.y / gridDim.y, end = units * (blockIdx.y + 1) / gridDim.y;
+  if (warpgroup == WARPGROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x % 128 == 0 && at < end) fill<GATED>(a, at, end, ring);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  wait_for_previous();  // before the residual is read
+#pragma unroll 1
+  while (at < end) {
+    Group<GATED> group(a, at, end);
+    at += group.count;
+    float sums[4 * NT];
+    if (group.count == 2) {
+      multiply_strip<GATED, 2>(a, sums, ring, warpgroup, 0);
+      store<GATED, 0, NT>(a, sums, group.row_tile, group.strip + warpgroup);
+    } else {
+      multiply_strip<GATED, 1>(a, sums, ring, 0, warpgroup);
+      add_halves(sums, ring.exchange(), warpgroup);
+      if (warpgroup) store<GATED, NT / 2, NT>(a, sums, group.row_tile, group.strip);
+      else store<GATED, 0, NT / 2>(a, sums, group.row_tile, group.strip);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) plain(const __grid_constant__ Arguments a) { matmul<false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gated(const __grid_constant__ Arguments a) { matmul<true>(a); }

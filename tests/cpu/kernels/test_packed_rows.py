@@ -1,0 +1,59 @@
+"""Matmuls of many rows with weights of 4 bits on Hopper compile as they should. tests/gpu/test_int4_gpu.py
+multiplies by them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.kernels.matmul import packed_rows
+from shoal.kernels.matmul.dispatch import GPU, PACKED_BLOCKS, After, Kernel, Shape, choose, choose_packed_rows
+
+COMPILER = shutil.which("nvcc")
+H200 = GPU(hopper=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs nvcc")
+@pytest.mark.parametrize(("group", "e2m1"), [(128, False), (32, False), (16, True)])
+@pytest.mark.parametrize("block_rows", PACKED_BLOCKS)
+def test_compiles_with_matmuls_beside_other_instructions(
+    block_rows: int, group: int, e2m1: bool, tmp_path: Path
+) -> None:
+    source = Path(packed_rows.__file__).with_suffix(".cu")
+    defines = [f"-D{name}={value}" for name, value in packed_rows.constants(block_rows, group, e2m1).items()]
+    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "made")]
+    done = subprocess.run(
+        [str(COMPILER), *options, *defines, str(source)], capture_output=True, text=True, check=True
+    )
+    log = done.stdout + done.stderr
+    assert log.count("0 bytes spill stores") == 2 and "serialized" not in log
+
+
+def test_tiles_of_rows_leave_the_fewest_sms_idle() -> None:
+    def block(rows: int, outs: int, inputs: int, after: After = After.NOTHING) -> int | None:
+        of = Shape(outs, inputs, after=after, bits=4, group=128)
+        return choose_packed_rows(of, rows, torch.bfloat16, H200)
+
+    # 64 strips are on as many SMs. Two tiles of rows have work for twice as many, and one leaves it to splits.
+    assert [block(rows, 4096, 4096) for rows in (33, 64, 65, 128, 192, 256)] == [None, None, 64, 64, 96, 128]
+    assert [block(rows, 6144, 4096) for rows in (33, 96, 128, 192, 256)] == [64, 96, 128, 192, 256]
+    assert block(256, 12288, 4096, After.SILU_MUL) == 256
+
+
+def test_others_take_what_the_kernel_cannot() -> None:
+    def kernel(
+        rows: int = 128, gpu: GPU = H200, dtype: torch.dtype = torch.bfloat16, **changes: int
+    ) -> Kernel:
+        return choose(
+            Shape(**dict(outs=4096, inputs=4096, bits=4, group=128) | changes), rows, dtype, gpu
+        ).kernel
+
+    assert kernel() is kernel(65) is kernel(256) is kernel(group=32) is Kernel.HOPPER_PACKED
+    others = [kernel(32), kernel(gpu=GPU()), kernel(dtype=torch.float16), kernel(bits=8)]
+    others += [kernel(outs=4080), kernel(inputs=4160)]
+    assert set(others) == {Kernel.TILES} and kernel(257) is Kernel.UNPACKED
