@@ -28,6 +28,8 @@ class AttentionKind:
     scale: float  # the factor of q k^T before the softmax
     rope: RopeConfig | None  # None: positions do not rotate q and k
     window: int | None = None  # how many positions a token sees, with its own; None: all before it
+    # windows begin at multiples of their size: a token sees its own chunk of positions, up to itself
+    in_chunks: bool = False
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: bool = False  # each query head has a learned logit in the softmax that brings no value
     qk_rms: bool = False  # each head of q and k is divided by its rms before the rotation

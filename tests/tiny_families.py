@@ -525,7 +525,7 @@ FAMILIES["llama4"] = (
         intermediate_size_mlp=64,
         num_local_experts=4,
         interleave_moe_layer_step=2,
-        attention_chunk_size=256,
+        attention_chunk_size=WINDOW,
         floor_scale=16,
         attn_scale=0.5,
     ),

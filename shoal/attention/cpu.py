@@ -49,7 +49,7 @@ class TorchBackend:
             )
             is_padding_BQ = (positions_BQ < 0) | (rows_B < 0)[:, None]
             # padding looks at one key, and becomes zero below
-            seen_BQL = visible(positions_BQ.clamp(min=0), keys_BL, window)
+            seen_BQL = visible(positions_BQ.clamp(min=0), keys_BL, cache)
             q_BQHN = q_THN[: step.num_decode_tokens].unflatten(0, (decodes, step.queries))
             out_BHQN = self._softmax(q_BQHN.transpose(1, 2), k_BGLN, v_BGLN, seen_BQL[:, None], sinks_H)
             out_BQHN = out_BHQN.transpose(1, 2).masked_fill(is_padding_BQ[:, :, None, None], 0)
@@ -76,7 +76,7 @@ class TorchBackend:
                     step.kv_lens_S[s : s + 1],
                     q_THN.dtype,
                 )
-                mask = visible(positions_1T, keys_1L, window)[0]
+                mask = visible(positions_1T, keys_1L, cache)[0]
             out_1HTN = self._softmax(q_THN[None, start:end].transpose(1, 2), k_1GLN, v_1GLN, mask, sinks_H)
             out_THN[start:end] = out_1HTN[0].transpose(0, 1)
         return out_THN
@@ -152,7 +152,7 @@ class CpuBackend(TorchBackend):
             ctypes.addressof(self._sequences),
             q_THN.data_ptr(),
             token_stride,
-            cache.window or 0,
+            cache.c_window,
             self.scale,
             self.softcap or 0.0,
             None if sinks_H is None else sinks_H.data_ptr(),
@@ -175,8 +175,7 @@ def gather(
     Blocks before a window may belong to other sequences by now, so they are not read."""
     kv_layer, tables_RM = cache.blocks, step.block_tables[cache.table]
     num_blocks, block_size = len(kv_layer), kv_layer.shape[3]
-    seen_B = positions_B * 0 if cache.window is None else (positions_B - cache.window + 1).clamp(min=0)
-    firsts_B = seen_B // block_size
+    firsts_B = cache.first_key(positions_B).clamp(min=0) // block_size
     index_BM = firsts_B[:, None] + torch.arange(
         int((lens_B - firsts_B * block_size).max() - 1) // block_size + 1
     )
@@ -193,8 +192,8 @@ def gather(
     return keys_BL, kv[0], kv[1]
 
 
-def visible(positions_BT: torch.Tensor, keys_BL: torch.Tensor, window: int | None) -> torch.Tensor:
+def visible(positions_BT: torch.Tensor, keys_BL: torch.Tensor, cache: LayerCache) -> torch.Tensor:
     """bool [B, T, L]: the keys that a query at each position sees."""
     keys, positions = keys_BL[:, None], positions_BT[:, :, None]
     seen = keys <= positions
-    return seen if window is None else seen & (keys > positions - window)
+    return seen if cache.window is None else seen & (keys >= cache.first_key(positions))

@@ -40,10 +40,12 @@ def require_half(option: str, dtype: torch.dtype) -> None:
         )
 
 
-def refuse_sinks(option: str, sinks_H: torch.Tensor | None) -> None:
-    if sinks_H is not None:
+def refuse_others(option: str, sinks_H: torch.Tensor | None, cache: LayerCache) -> None:
+    """Raises ConfigError for attention that the libraries do not have."""
+    missing = "sinks" if sinks_H is not None else "chunks of positions" if cache.in_chunks else None
+    if missing is not None:
         raise ConfigError(
-            f"attention_backend {option!r} has no sinks, which this model's layers have; choose 'triton'"
+            f"attention_backend {option!r} has no {missing}, which this model's layers have; choose 'triton'"
         )
 
 
@@ -95,7 +97,7 @@ class FlashAttentionBackend(TritonBackend):
         selected: bool,
         sinks_H: torch.Tensor | None,
     ) -> None:
-        refuse_sinks("flash_attn", sinks_H)
+        refuse_others("flash_attn", sinks_H, cache)
         first = step.num_decode_tokens
         if k_TGN is None or v_TGN is None or not step.fresh_prefills:
             k, v = cache.blocks.transpose(2, 3).unbind(1)
@@ -185,7 +187,7 @@ class FlashInferBackend(TritonBackend):
         selected: bool,
         sinks_H: torch.Tensor | None,
     ) -> None:
-        refuse_sinks("flashinfer", sinks_H)
+        refuse_others("flashinfer", sinks_H, cache)
         if self.planned != (cache.window, cache.table):
             self.plan(step, cache)
         first = step.num_decode_tokens

@@ -65,7 +65,7 @@ class HopperPrefill:
 
     def takes(self, cache: LayerCache) -> bool:
         """Says if the kernel computes the step's prefills in a layer of this cache."""
-        if self.work is None:
+        if self.work is None or cache.in_chunks:
             return False
         if cache.scales_2G is not None:  # Unpacked blocks begin with the sequence.
             return cache.window is None

@@ -4,10 +4,13 @@ its states in the rows of running sequences."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from shoal.kernels.draft_spans import DraftSpans
+
+_Position = TypeVar("_Position", int, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +24,19 @@ class LayerCache:
     # float32 [2, G]: the cache has fp8 numbers (reference.py: `to_fp8`), kv head g's to be multiplied by
     # scales_2G[0, g] (keys) and scales_2G[1, g] (values). None: the cache has plain numbers.
     scales_2G: torch.Tensor | None = None
+    in_chunks: bool = False  # windows begin at multiples of their size, as Llama 4's do
+
+    def first_key(self, position: _Position) -> _Position:
+        """Returns the first position that a token at this one sees; it may be below 0. It takes tensors,
+        too."""
+        if self.window is None:
+            return position * 0
+        return position // self.window * self.window if self.in_chunks else position - self.window + 1
+
+    @property
+    def c_window(self) -> int:
+        """The window as C kernels take it: 0 is none, and below 0 are chunks."""
+        return (-1 if self.in_chunks else 1) * (self.window or 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

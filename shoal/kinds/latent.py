@@ -31,6 +31,7 @@ class LatentKind:
     num_kv_heads: ClassVar[int] = 1  # as the cache has it; every rank has a copy
     planes: ClassVar[int] = 1
     window: ClassVar[None] = None
+    in_chunks: ClassVar[bool] = False
     kv_layer: ClassVar[None] = None
 
     @property

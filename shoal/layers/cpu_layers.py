@@ -81,7 +81,7 @@ class CpuLayers:
                     cache.blocks.data_ptr(),
                     _address(cache.scales_2G),
                     tables[cache.table].data_ptr(),
-                    cache.window or 0,
+                    cache.c_window,
                 )
                 for weights, cache, cos_sin in zip(self._layers, caches, ropes, strict=True)
             )

@@ -14,7 +14,7 @@ from shoal.kinds.recurrent import DeltaKind, Mamba2Kind
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.layers import FULL, SLIDING, check_length, given_layer_types
+from shoal.models.configs.layers import CHUNKED, FULL, WINDOWS, check_length, given_layer_types
 from shoal.models.configs.rope import read_ropes
 from shoal.models.layouts.registry import read_quantization
 from shoal.models.registry import ARCHITECTURES, BY_HF_CLASS, BY_NAME
@@ -51,7 +51,8 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
                 head_dim,
                 scale=head_dim**-0.5,
                 rope=rope,
-                window=fields.count("sliding_window") if kind == SLIDING else None,
+                window=fields.count(WINDOWS[kind]) if kind in WINDOWS else None,
+                in_chunks=kind == CHUNKED,
             )
         )
         for kind, rope in ropes.items()

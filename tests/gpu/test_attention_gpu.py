@@ -68,6 +68,7 @@ class Case:
             block_size,
         )
         self.scales_2G: torch.Tensor | None = None
+        self.in_chunks = False
         self.max_kv_len = max_kv_len or max(kv_len for _, kv_len in sequences)
         counts = [-(-kv_len // block_size) for _, kv_len in sequences]
         cache = torch.full(
@@ -131,7 +132,7 @@ class Case:
         return self.backend.attend(self.q, k, self.v, cache, self.step)
 
     def cache(self, window: int | None = None) -> LayerCache:
-        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G)
+        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G, in_chunks=self.in_chunks)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step = self.step
@@ -144,6 +145,7 @@ class Case:
             step.block_tables[0],
             self.backend.scale,
             window,
+            in_chunks=self.in_chunks,
         )
 
     def check(self, out: torch.Tensor, window: int | None = None) -> None:
@@ -200,6 +202,26 @@ def test_any_block_size(block_size: int) -> None:
 def test_windows(window: int) -> None:
     case = Case([*decodes([1, 5000, 99, 0]), (700, 700), (150, 6000)], num_decodes=4)
     case.check(case.attend(window), window)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "dtype", "size"),
+    [(8, FP32, 100), (40, BF16, 1), (40, BF16, 64), (40, BF16, 4096), (40, BF16, 8192)],
+)
+def test_chunks_of_positions(num_heads: int, dtype: torch.dtype, size: int) -> None:
+    """Llama 4's layers with rope: a token sees its own chunk, up to itself."""
+    lengths = [1, 5000, 99, 0, 4096, 4097, 8193, 20_000]
+    sequences = [*decodes(lengths), (700, 700), (150, 6000), (4200, 4200), (200, 8300)]
+    heads = num_heads, 8, 128
+    case = Case(sequences, *heads, dtype=dtype, num_decodes=len(lengths))
+    case.in_chunks = True
+    case.check(case.attend(size), size)
+    case = Case([*decodes(lengths, 3), (50, 8200)], *heads, dtype=dtype, num_decodes=len(lengths), queries=3)
+    case.in_chunks = True
+    case.check(case.attend(size), size)
+    case = Case(decodes([*range(1, 4500, 30)]), *heads, dtype=dtype, num_decodes=150)
+    case.in_chunks = True
+    case.check(case.attend(size), size)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 8, 25])

@@ -98,6 +98,25 @@ def chunk_tiles(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> Attenti
 
 
 @triton.jit
+def _first_key(position, WINDOW: tl.constexpr, IN_CHUNKS: tl.constexpr):
+    """Returns the first key that a query at this position sees (LayerCache.first_key)."""
+    if IN_CHUNKS:
+        first = position // WINDOW * WINDOW
+    else:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    return first
+
+
+@triton.jit
+def _in_window(keys, positions, WINDOW: tl.constexpr, IN_CHUNKS: tl.constexpr):
+    if IN_CHUNKS:
+        seen = keys >= positions // WINDOW * WINDOW
+    else:
+        seen = keys > positions - WINDOW
+    return seen
+
+
+@triton.jit
 def _load_blocks(table_ptr, keys, end, BLOCK_SIZE: tl.constexpr):
     """Returns the cache block of each key of a tile.
 
@@ -292,6 +311,7 @@ def decode_kernel(
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     SHARED: tl.constexpr,
     CUT: tl.constexpr,
     LENGTHS: tl.constexpr,
@@ -358,7 +378,7 @@ def decode_kernel(
     if QUERIES > 1:
         stop = tl.minimum(first_pos + TILE_QUERIES, kv_len)
     if WINDOW > 0:
-        start = tl.maximum(first_pos + 1 - WINDOW, 0)
+        start = _first_key(tl.maximum(first_pos, 0), WINDOW, IN_CHUNKS)
     if SHARED:
         start = tl.minimum(tl.load(prefix_lens_ptr + seq, cache_modifier=".cg"), kv_len)
     if CUT > 0:
@@ -434,7 +454,7 @@ def decode_kernel(
         if QUERIES > 1:
             visible &= keys[None, :] <= query_pos
             if WINDOW > 0:
-                visible &= keys[None, :] > query_pos - WINDOW
+                visible &= _in_window(keys[None, :], query_pos, WINDOW, IN_CHUNKS)
         acc, total, highest = _softmax_step(
             acc, total, highest, q, k, v, visible, scale_log2, True, FP8, SOFTCAP
         )
@@ -582,6 +602,7 @@ def decode_attention(
         N=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        IN_CHUNKS=cache.in_chunks,
         SHARED=shared,
         CUT=num_cut or 0,
         LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
@@ -667,6 +688,7 @@ def _attend_range(
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     N_PAD: tl.constexpr,
     PAGED: tl.constexpr,
@@ -700,7 +722,7 @@ def _attend_range(
         if MASKED:
             visible = keys[None, :] <= query_pos[:, None]
             if WINDOW > 0:
-                visible &= keys[None, :] > query_pos[:, None] - WINDOW
+                visible &= _in_window(keys[None, :], query_pos[:, None], WINDOW, IN_CHUNKS)
         acc, total, highest = _softmax_step(
             acc, total, highest, q, k, v, visible, scale_log2, MASKED, FP8, SOFTCAP
         )
@@ -761,6 +783,7 @@ def prefill_kernel(
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
     FP8: tl.constexpr,
@@ -831,8 +854,8 @@ def prefill_kernel(
     acc, total, highest = _begin_softmax(sinks_ptr, heads, is_row & (split == 0), HAS_SINKS, BLOCK_M, N_PAD)
     if WINDOW > 0:
         # Tiles begin with the first key of a window, because blocks before it may be other sequences' by now.
-        begin = tl.maximum(first_pos - WINDOW + 1, 0)
-        middle = begin + tl.cdiv(tl.maximum(end - WINDOW - begin, 0), BLOCK_N) * BLOCK_N
+        begin = _first_key(first_pos, WINDOW, IN_CHUNKS)
+        middle = begin + tl.cdiv(_first_key(end - 1, WINDOW, IN_CHUNKS) - begin, BLOCK_N) * BLOCK_N
         diagonal = middle + tl.maximum(first_pos + 1 - middle, 0) // BLOCK_N * BLOCK_N
         acc, total, highest = _attend_range(
             acc,
@@ -850,6 +873,7 @@ def prefill_kernel(
             N,
             BLOCK_SIZE,
             WINDOW,
+            IN_CHUNKS,
             BLOCK_N,
             N_PAD,
             PAGED,
@@ -873,6 +897,7 @@ def prefill_kernel(
         N,
         BLOCK_SIZE,
         WINDOW,
+        IN_CHUNKS,
         BLOCK_N,
         N_PAD,
         PAGED,
@@ -896,6 +921,7 @@ def prefill_kernel(
         N,
         BLOCK_SIZE,
         WINDOW,
+        IN_CHUNKS,
         BLOCK_N,
         N_PAD,
         PAGED,
@@ -1027,6 +1053,7 @@ def prefill_attention(
         N=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        IN_CHUNKS=cache.in_chunks,
         PAGED=paged,
         SPLIT=splits > 1,
         FP8=fp8,

@@ -29,10 +29,12 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    in_chunks: bool = False,
 ) -> torch.Tensor:
     """Returns [T, H, N]. A sequence's queries are the last of its kv_len positions. A sequence with row -1 or
     kv_len 0 is padding, as is a query before position 0, and their results are zeros. With a window, the
-    blocks before the first query's window are not read."""
+    blocks before the first query's window are not read. `in_chunks`: windows begin at multiples of their
+    size."""
     out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
     group = q_THN.shape[1] // kv_layer.shape[2]
     starts = query_starts_S.tolist()
@@ -41,14 +43,15 @@ def paged_attention(
         if row < 0 or kv_len == 0 or first == last:
             continue
         query_pos = torch.arange(kv_len - (last - first), kv_len, device=q_THN.device)[:, None]
-        before = 0 if window is None else max(kv_len - (last - first) - window + 1, 0)
+        firsts = query_pos * 0
+        if window is not None:
+            firsts = query_pos // window * window if in_chunks else query_pos - window + 1
+        before = max(int(firsts[0]), 0)
         before -= before % kv_layer.shape[3]
         table_M = block_tables_RM[row, before // kv_layer.shape[3] :]
         k_HKN, v_HKN = gather_kv(kv_layer, table_M, kv_len - before).float().repeat_interleave(group, dim=1)
         key_pos = torch.arange(before, kv_len, device=q_THN.device)[None, :]
-        visible = key_pos <= query_pos
-        if window is not None:
-            visible &= key_pos > query_pos - window
+        visible = (key_pos <= query_pos) & (key_pos >= firsts)
         scores = q_THN[first:last].float().transpose(0, 1) @ k_HKN.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

@@ -21,7 +21,7 @@ typedef struct {
     const KvSequences *seqs;
     const float *q;
     int64_t q_stride;    // floats from one token to the next; heads lie head_dim apart
-    int window, heads, ratio, n;
+    int window, heads, ratio, n;    // window 0: none; below 0: chunks of that many positions
     float scale, softcap;    // softcap 0: none
     const float *sinks;      // null: none
 } Attention;
@@ -29,6 +29,12 @@ typedef struct {
 typedef struct {
     int seq, first, last;    // query tokens [first, last) of the step
 } Tile;
+
+// The first position that a query at `position` sees.
+static int64_t first_key(const Attention *a, int64_t position) {
+    if (a->window < 0) return position / -a->window * -a->window;
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
 
 // The element of the cache where a key begins. Its value lies kv_stride behind it.
 static int64_t key_at(const Attention *a, const int32_t *table, int g, int64_t position) {
@@ -178,7 +184,7 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
         for (int r = 0; r < rows; r += 4)
             for (int j = 0; j < keys; j += 16) product_4x16(room->q + r * n, n, room->k + j, CHUNK, n, room->p + r * CHUNK + j, CHUNK, 0);
         for (int r = 0; r < rows; r++) {
-            int64_t position = tile.first + r / ratio + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
+            int64_t position = tile.first + r / ratio + offset, first = first_key(a, position);
             int from = first > start ? (int)(first - start) : 0, to = position < start + keys ? (int)(position - start + 1) : keys;
             int64_t row = (int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio;
             if (a->softcap && from < to) cap_scores(room->p + r * CHUNK + from, to - from, a->softcap);
@@ -207,7 +213,7 @@ static void attend_few(const Attention *a, Tile tile, int g, const int32_t *tabl
         const float *keys = numbers(c, at, count, g, key_room);
         const float *values = numbers(c, at + c->kv_stride, count, c->num_kv_heads + g, value_room);
         for (int t = tile.first; t < tile.last; t++) {
-            int64_t position = t + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
+            int64_t position = t + offset, first = first_key(a, position);
             int from = first > start ? (int)(first - start) : 0, to = position < end ? (int)(position - start + 1) : (int)(end - start);
             for (int h = g * ratio; h < (g + 1) * ratio && from < to; h++) {
                 int64_t row = (int64_t)t * a->heads + h;
@@ -236,7 +242,7 @@ static void attend_tile(const Attention *a, Tile tile, int g, int split, int num
         }
     if (a->seqs->rows[tile.seq] < 0) return;
     const int32_t *table = a->cache->tables + a->seqs->rows[tile.seq] * a->cache->table_stride;
-    const int64_t first = a->window && tile.first + offset >= a->window ? tile.first + offset - a->window + 1 : 0;
+    const int64_t first = first_key(a, tile.first + offset);
     const int64_t keys = tile.last + offset - first;
     const int64_t low = first + keys * split / num_splits, high = first + keys * (split + 1) / num_splits;
     if ((tile.last - tile.first) * ratio <= FEW_ROWS) attend_few(a, tile, g, table, offset, low, high, acc, most, total);
@@ -285,7 +291,7 @@ static void combine_unit(void *shared, int unit, int thread) {
 }
 
 // Attends from every token of the step. out is [tokens, H, N]. In q heads lie N floats apart, tokens
-// q_stride. A window or softcap of 0 means none. sinks [H] may be null. Returns -1 if there is no memory.
+// q_stride. A window or softcap of 0 means none; a window below 0 means chunks of that size. sinks [H] may be null. Returns -1 if there is no memory.
 int shoal_attention(const Cache *c, const KvSequences *seqs, const float *q, int64_t q_stride, int window, float scale, float softcap,
                     const float *sinks, float *out) {
     const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;

@@ -1,5 +1,5 @@
-"""Llama 4, text: layers with rope see their chunk of positions, the others see all and scale their queries.
-An engine takes sequences of one chunk, in which both see the same."""
+"""Llama 4, text: layers with rope see their chunk of positions, the others see all and scale their
+queries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.checkpoint_names import Stack
 from shoal.models.configs.experts import DENSE, SPARSE, with_experts
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.layers import FULL
+from shoal.models.configs.layers import CHUNKED, FULL
 from shoal.models.families.smollm3 import rotated
 from shoal.models.gguf_names.experts import EXPERT_TENSORS
 
 if TYPE_CHECKING:
     from torch import nn
-
-CHUNKED = "chunked_attention"
 
 
 def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
@@ -46,13 +44,9 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         else kind.with_attention(rope=None, query_scaling=scaling)
         for kind, has_rope in zip(config.layers, flags)
     )
-    longest = config.max_position_embeddings
-    if fields.get("attention_chunk_size") is not None:
-        longest = min(longest, fields.count("attention_chunk_size"))
     bias, size = fields.flag("attention_bias"), config.intermediate_size
     config = replace(
         config,
-        max_position_embeddings=longest,
         intermediate_size=fields.count("intermediate_size_mlp"),
         layers=layers,
         qkv_bias=bias,

@@ -53,6 +53,7 @@ def attend(
     fp8: bool = False,
     softcap: float | None = None,
     sinks: bool = False,
+    in_chunks: bool = False,
 ) -> None:
     """One layer of a step of two decodes and one prefill."""
     if fp8 and not converts_fp8():
@@ -87,7 +88,7 @@ def attend(
         host=HostView((0, 1, 2, 34), (1, 1, 32)),
     )
     scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
-    layer = LayerCache(kv_layer, window=window, scales_2G=scales_2G)
+    layer = LayerCache(kv_layer, window=window, scales_2G=scales_2G, in_chunks=in_chunks)
     backend.attend(q, k, v, layer, step, sinks_H=torch.zeros(num_heads) if sinks else None)
 
 
@@ -103,6 +104,7 @@ def cascade(
     queries: int = 1,
     softcap: float | None = None,
     sinks: bool = False,
+    in_chunks: bool = False,
 ) -> None:
     """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
     if fp8 and not converts_fp8():
@@ -139,7 +141,7 @@ def cascade(
         prefixes=SharedPrefixes(*layout.prefixes(state)),
     )
     scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
-    layer = LayerCache(kv_layer, window=window, scales_2G=scales_2G)
+    layer = LayerCache(kv_layer, window=window, scales_2G=scales_2G, in_chunks=in_chunks)
     backend.attend(q, q, q, layer, step, sinks_H=torch.zeros(num_heads) if sinks else None)
 
 
@@ -233,6 +235,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "gemma-4-e2b": partial(attend, 8, 1, 512, BF16),
     "head size 192": partial(attend, 16, 4, 192, BF16, window=512),
     "head size 96": partial(attend, 32, 8, 96, BF16, sinks=True),
+    "llama-4-scout, chunks": partial(attend, 40, 8, 128, BF16, window=8192, in_chunks=True),
+    "llama-4-scout, 25 tokens a decode": partial(
+        cascade, 40, 8, 128, BF16, 10, window=8192, queries=25, in_chunks=True
+    ),
     "qwen3-8b cascade, fp8 cache, 25 tokens a decode": partial(
         cascade, 32, 8, 128, BF16, 10, fp8=True, queries=25
     ),

@@ -118,6 +118,7 @@ class Case:
         self.scales_2G: torch.Tensor | None = None
         self.softcap: float | None = None
         self.sinks_H: torch.Tensor | None = None
+        self.in_chunks = False
         self.tolerance = TOLERANCE[dtype]
 
     def give_back(self, window: int | None) -> None:
@@ -127,7 +128,7 @@ class Case:
             step.rows_S.tolist(), step.kv_lens_S.tolist(), step.query_starts_S.diff().tolist(), strict=True
         ):
             if window is not None and row >= 0:
-                first_seen = max(kv_len - query_len - window + 1, 0)
+                first_seen = max(self.cache(window).first_key(kv_len - query_len), 0)
                 self.block_tables_RM[row, : first_seen // self.kv_layer.shape[3]] = 2**30
 
     def in_fp8(self, seed: int = 0) -> Case:
@@ -146,7 +147,7 @@ class Case:
         return self
 
     def cache(self, window: int | None = None) -> LayerCache:
-        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G)
+        return LayerCache(self.kv_layer, window=window, scales_2G=self.scales_2G, in_chunks=self.in_chunks)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step, kv_layer = self.step, self.kv_layer
@@ -163,6 +164,7 @@ class Case:
             window,
             self.softcap,
             self.sinks_H,
+            self.in_chunks,
         )
 
     def poisoned(self) -> torch.Tensor:
@@ -436,6 +438,23 @@ def test_prefill_with_any_head_size_block_size_and_dtype(
 @pytest.mark.parametrize("paged", [True, False])
 def test_prefill_sees_its_window_only(window: int, paged: bool) -> None:
     Case([(40, 40), (17, 17), (1, 1)]).prefill(window, paged)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 30, 50, 1000])
+@pytest.mark.parametrize("tiles", [AttentionTiles(16, 16, 4, 2), AttentionTiles(64, 16, 4, 2)], ids=str)
+def test_tokens_see_their_chunk_of_positions_only(size: int, tiles: AttentionTiles) -> None:
+    """Prompts and parts of prompts that end before, at and behind a chunk's first position."""
+    for sequences in ([(40, 40), (17, 17), (1, 1)], [(20, 70), (2, 50), (1, 31), (31, 61)]):
+        case = Case(sequences)
+        case.in_chunks = True
+        case.prefill(size, tiles=tiles)
+    case = Case([(1, 70), (1, 33), (1, 50), (1, 51), (1, 4), (1, 0)])
+    case.in_chunks = True
+    case.decode(splits=3, window=size)
+    case.decode(splits=3, window=size, num_cut=2)
+    case = Case([(5, 33), (5, 17), (5, 3), (5, 70), (5, 0)], queries=5)
+    case.in_chunks = True
+    case.decode(splits=3, window=size)
 
 
 @pytest.mark.parametrize("window", [1, 3, 16, 30])

@@ -71,6 +71,7 @@ def expected(
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    in_chunks: bool = False,
 ) -> torch.Tensor:
     out = torch.zeros_like(q_THN)
     block_size, repeat = kv_layer.shape[3], q_THN.shape[1] // kv_layer.shape[2]
@@ -87,6 +88,8 @@ def expected(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or len(keys)))
+        if in_chunks:
+            seen = (keys <= positions[:, None]) & (keys // window == positions[:, None] // window)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks_H is not None:
             sinks = sinks_H.double()[:, None, None].expand(-1, end - start, 1)
@@ -107,13 +110,24 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("window", "threads"), [(None, 1), (None, 2), (1, 2), (20, 1)])
+@pytest.mark.parametrize(
+    ("window", "in_chunks", "threads"),
+    [
+        (None, False, 1),
+        (None, False, 2),
+        (1, False, 2),
+        (20, False, 1),
+        (1, True, 1),
+        (20, True, 2),
+        (100, True, 1),
+    ],
+)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (2, 2, 6, 1), (70, 1, 24, 256)]
 )
 def test_attention_is_softmax_over_the_paged_cache(
-    window, threads, name, heads, kv_heads, head_dim, block_size
+    window, in_chunks, threads, name, heads, kv_heads, head_dim, block_size
 ):
     torch.manual_seed(0)
     before = torch.get_num_threads()
@@ -121,14 +135,14 @@ def test_attention_is_softmax_over_the_paged_cache(
     qkv, kv_layer, step = make_step(STEPS[name], heads, kv_heads, head_dim, block_size)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     shape = head_shape(heads, kv_heads, head_dim)
-    want = expected(q, kv_layer, step, window)
+    want = expected(q, kv_layer, step, window, in_chunks=in_chunks)
     if cpu_build.load() is not None:
         backend = CpuBackend(shape)
         backend.begin(step)
-        got = backend.attend(q, k, v, LayerCache(kv_layer, window=window), step)
+        got = backend.attend(q, k, v, LayerCache(kv_layer, window=window, in_chunks=in_chunks), step)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     # A masked key's weight is zero in PyTorch, and zero times nan is nan
-    clean = LayerCache(kv_layer.nan_to_num(), window=window)
+    clean = LayerCache(kv_layer.nan_to_num(), window=window, in_chunks=in_chunks)
     got = TorchBackend(shape).attend(q, k, v, clean, step)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.set_num_threads(before)
