@@ -28,7 +28,7 @@ SHARED_BYTES = 227 << 10  # a program has all of an SM's
 MAPS, POINTERS, NUMBERS = "x words scales minima", "bias residual out", "has_minima rows outs steps"
 
 
-class _Arguments(ctypes.Structure):
+class _RowsArguments(ctypes.Structure):
     """The struct Arguments in packed_rows.cu, which ends with a whole 64 bytes."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ def packed_rows_matmul(
     )
     assert out_TO.shape == (rows, outs) and (bias is None or bias.is_contiguous())
     words, scales, minima = weight.words, weight.scales, weight.minima
-    arguments = _Arguments(
+    arguments = _RowsArguments(
         _map_of_rows(x_TI, block_rows),
         *(_map_of_tiles(words, 2, outs, gated), _map_of_tiles(scales, COLUMNS // weight.group, outs, gated)),
         _map_of_tiles(scales if minima is None else minima, COLUMNS // weight.group, outs, gated),
