@@ -25,6 +25,8 @@ class GroupedBlocks(SequenceBlocks):
     """chunk: the most tokens of one sequence that a step could compute. `self.chunk`, which it may compute,
     is less if that gives a small cache room for longer sequences."""
 
+    fetches_class: type[GroupedFetches] = GroupedFetches
+
     def __init__(
         self,
         groups: abc.Sequence[LayerGroup],
@@ -40,7 +42,7 @@ class GroupedBlocks(SequenceBlocks):
         self.chunk, self.room = fitting_chunk(groups, num_blocks, chunk, max_model_len)
         self._group_of = [0] * num_blocks  # the group that each held block belongs to
         self._prefilling: list[Sequence] = []  # sequences that promise blocks
-        self.fetches = GroupedFetches(
+        self.fetches = self.fetches_class(
             self.pool,
             block_size,
             self.groups,

@@ -70,6 +70,9 @@ def blocks_for(
 class StateBlocks(GroupedBlocks):
     """`snapshots`: the kept states. `Sequence.states` is written here alone."""
 
+    fetches_class = StateFetches
+    fetches: StateFetches
+
     def __init__(
         self,
         groups: abc.Sequence[LayerGroup],
@@ -83,16 +86,7 @@ class StateBlocks(GroupedBlocks):
         super().__init__(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
         self.snapshots = Snapshots(self.pool, room.blocks, room.beside)
         self._drafts = room.drafts
-        fetches = self.fetches = StateFetches(
-            self.pool,
-            block_size,
-            self.groups,
-            self._register,
-            self._release,
-            self.blocks_of,
-            self._take_again,
-        )
-        fetches.snapshots, fetches.watchers = self.snapshots, self.watchers
+        self.fetches.snapshots, self.fetches.watchers = self.snapshots, self.watchers
         # With lower tiers: snapshots of sequences that have ended, the oldest first
         self.left_behind: deque[StateSnapshot] = deque(maxlen=num_blocks)
         self._kept: list[StateSnapshot] = []  # by parts of the engine
