@@ -54,30 +54,9 @@ def resolve_config(
     where an option is at odds with the model or the machine, and for what the machine's memory can never
     hold, before anything is made for it.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use "
-            "device='cpu'"
-        )
-    if device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; "
-            "lower it"
-        )
+    device = _device(config)
     gpu = device == "cuda"
     keep_quantized, quantizes = _keeps_quantized(config, model, quantized_bytes is not None, gpu)
-    if (
-        gpu
-        and config.kv_cache_dtype != "auto"
-        and (chip := torch.cuda.get_device_capability()) < FP8_CAPABILITY
-    ):
-        raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} needs a GPU that converts fp8 (compute capability 8.9 "
-            f"or more: Ada, Hopper), and this one has {chip[0]}.{chip[1]}; leave it at 'auto'"
-        )
     if config.kv_host_bytes > (free := available_bytes()):
         raise ConfigError(
             f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"
@@ -124,6 +103,31 @@ def resolve_config(
     _check_memory(config, resolved, model, plan, kept_bytes)
     _check_rows(resolved, model, plan)
     return resolved
+
+
+def _device(config: EngineConfig) -> str:
+    """Returns "cuda" or "cpu". Raises ConfigError for what the GPUs of this machine cannot do."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use "
+            "device='cpu'"
+        )
+    if config.tensor_parallel_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; "
+            "lower it"
+        )
+    if config.kv_cache_dtype != "auto" and (chip := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} needs a GPU that converts fp8 (compute capability 8.9 "
+            f"or more: Ada, Hopper), and this one has {chip[0]}.{chip[1]}; leave it at 'auto'"
+        )
+    return device
 
 
 def _speculation(config: EngineConfig, model: ModelConfig, gpu: bool) -> SpeculativeConfig | None:
