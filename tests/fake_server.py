@@ -10,7 +10,6 @@ import json
 import socket
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -208,13 +207,6 @@ def tool_server(*, model: dict | None = None, **options) -> FakeServer:
         "reasoning_parser": "qwen3",
     }
     return FakeServer(FakeEngine(258, ends=True), model={**settings, **(model or {})}, **options)
-
-
-def eventually(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def post(path: str, body: object, *, more_headers: str = "") -> bytes:

@@ -6,21 +6,12 @@ import os
 import signal
 import subprocess
 import threading
-import time
 
 from tests.serving import PYTHON, ROOT, free_port
+from tests.waiting import PATIENCE_S, eventually
 
-PATIENCE_S = 240
 # 1 GiB of cache would be too much for several workers on a small machine.
 SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "200000000")
-
-
-def wait_for(condition, say=lambda: "", patience_s=PATIENCE_S):
-    deadline = time.monotonic() + patience_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.05)
-    return found
 
 
 class Asked(threading.Thread):
@@ -146,7 +137,7 @@ class Processes:
                 assert self.running[name].poll() is None, self.log(name)
             return self.workers().get(name, {}).get("state") in states
 
-        wait_for(reached, lambda: f"{name}: {self.workers()}\n{self.log('router')[-3000:]}")
+        eventually(reached, lambda: f"{name}: {self.workers()}\n{self.log('router')[-3000:]}")
 
     def kill(self, name):
         """As a power cut would."""

@@ -9,22 +9,13 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 import zlib
 from pathlib import Path
 
 import psutil
 
 from tests.serving import PYTHON, ROOT, free_port
-
-PATIENCE_S = 240
-
-
-def until(condition, say=lambda: ""):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.1)
+from tests.waiting import PATIENCE_S, eventually
 
 
 def state_home(folder):
@@ -96,7 +87,7 @@ class Fleet:
             except OSError:
                 return False  # it does not listen yet
 
-        until(met, self.text)
+        eventually(met, self.text)
 
     def ready(self, count=2):
         self.until(lambda: [w["state"] for w in self.workers().values()].count("ready") >= count)

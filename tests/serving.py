@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import eventually
+
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
 PYTHON = os.environ.get("SHOAL_PYTHON", sys.executable)  # the tests' own environment may lack Shoal and torch
@@ -67,7 +69,7 @@ class Serve:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def ready(self):
-        until(lambda: self.process.poll() is not None or "ready after" in self.text(), self.text)
+        eventually(lambda: self.process.poll() is not None or "ready after" in self.text(), self.text)
         assert self.process.poll() is None, self.text()
         return self
 
@@ -137,19 +139,12 @@ class Route(Serve):
         return self.ask(path, body, port=self.admin)
 
     def await_workers(self, count):
-        until(lambda: [w["state"] for w in self.fleet().values()] == ["ready"] * count, self.text)
+        eventually(lambda: [w["state"] for w in self.fleet().values()] == ["ready"] * count, self.text)
         return self
 
 
 def _lower(headers):
     return {name.lower(): value for name, value in headers.items()}
-
-
-def until(condition, say=lambda: ""):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.05)
 
 
 class Scripted:

@@ -12,7 +12,8 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from shoal.fake_engine import FakeEngine
-from tests.fake_server import FakeServer, eventually
+from tests.fake_server import FakeServer
+from tests.waiting import eventually
 from tests.web_pages import (
     CHROMIUM,
     FLAGS,

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from tests.fake_server import NAME, FakeServer, eventually
+from tests.fake_server import NAME, FakeServer
 from tests.terminal import CTRL_C, CTRL_D, UP, Terminal
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestE
 from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.stats import SleepState
 from tests.tiny import greedy, write_model
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120
@@ -68,13 +69,6 @@ async def run(llm, asked):
     async for last in llm.generate(asked):
         ids += last.token_ids
     return ids, last.finish_reason
-
-
-async def until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def with_engine(layers=None, **options):

@@ -16,10 +16,10 @@ from shoal.fleet.native.membership import watch_workers
 from shoal.fleet.registry.open import open_registry
 from shoal.wire import CheckIntegrity
 from tests import shared_memory
-from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
 from tests.process.test_fleet_workers import settled
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 KILLS = int(os.environ.get("SHOAL_SOAK_KILLS", 12))
 SEED = int(os.environ.get("SHOAL_SOAK_SEED", time.time_ns() % 100_000))
@@ -97,10 +97,10 @@ class Soak:
         if event == "in":
             time.sleep(chance.uniform(0, 0.06))
         elif event == "after":
-            wait_for(lambda: any(stream.events for stream in streams.values()))
+            eventually(lambda: any(stream.events for stream in streams.values()))
             time.sleep(chance.uniform(0, 0.02))
         elif event != "before":
-            wait_for(lambda: any(len(stream.events) > 1 for stream in streams.values()))
+            eventually(lambda: any(len(stream.events) > 1 for stream in streams.values()))
             time.sleep(chance.uniform(0, 0.15))
         role = "p" if event in ("before", "in", "after") else "d"
         victim = "router" if event == "router" else chance.choice(self.victims(role))
@@ -138,14 +138,14 @@ class Soak:
             states = {name: worker["state"] for name, worker in self.fleet.workers().items()}
             return all(states.get(name) == "ready" for name in self.fleet.running if name != "router")
 
-        wait_for(ready, lambda: f"{self.fleet.workers()}")
+        eventually(ready, lambda: f"{self.fleet.workers()}")
 
     def says(self, event, name):
         return f"SHOAL_SOAK_SEED={SEED}, kill {self.count}, {event}, {name}"
 
     def check(self):
         """Checks that nothing runs, and that all engines pass CheckIntegrity."""
-        wait_for(lambda: settled(self.fleet))
+        eventually(lambda: settled(self.fleet))
         asyncio.run(self.check_engines())
 
     async def check_engines(self):

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from tests import shared_memory
-from tests.fleet_processes import Processes, wait_for
+from tests.fleet_processes import Processes
 from tests.process.test_fleet_workers import CHAT, MODES, TELL, settled
+from tests.waiting import eventually
 
 PREFILL = "x-shoal-prefill-worker"
 STORY = "The fishermen went down to the harbour and talked about wind, rain, nets and the price of salt. " * 4
@@ -77,10 +78,10 @@ def test_answers_in_every_sampling_mode_are_those_of_one_worker(tmp_path):
         workers = fleet.workers()
         assert workers["p"]["prefills_done"] == len(MODES) + 1, "n = 2 is two of them"
         assert workers["d"]["prefills_done"] == 0
-        wait_for(lambda: fleet.workers()["d"]["blocks_in"] > 0 and fleet.workers()["p"]["blocks_out"] > 0)
+        eventually(lambda: fleet.workers()["d"]["blocks_in"] > 0 and fleet.workers()["p"]["blocks_out"] > 0)
         assert fleet.workers()["d"]["transfer_GB_s"] > 0
         assert found == computed_by_one(fleet, **{name: name for name in MODES})
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))
         status, text = fleet.ask("/metrics")
         assert (
             status == 200
@@ -107,7 +108,7 @@ def test_killed_workers_change_no_answer(tmp_path):
         expected = computed_by_one(fleet, **names)
         for number in range(3):
             # until the lease of the worker that was killed has run out
-            wait_for(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
+            eventually(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
             streams = {name: ask(fleet, mode, name=name) for name, mode in names.items()}
             time.sleep(chance.uniform(0, 3))
             fleet.kill(f"p{number}")
@@ -116,11 +117,11 @@ def test_killed_workers_change_no_answer(tmp_path):
         start(fleet, "d1")
         fleet.operate("drain", "d1")
         streams = {name: ask(fleet, mode, name=name) for name, mode in names.items()}
-        wait_for(lambda: all(asked.events for asked in streams.values()))
+        eventually(lambda: all(asked.events for asked in streams.values()))
         fleet.operate("resume", "d1")
         fleet.kill("d0")
         assert answers(streams) == expected
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))
 
 
 def test_a_worker_takes_another_role_while_it_answers(tmp_path):
@@ -137,7 +138,7 @@ def test_a_worker_takes_another_role_while_it_answers(tmp_path):
             found, text = fleet.ask(f"/fleet/role/{name}", {"role": role}, admin=True)
             assert found == status, text
             if found == 200:
-                wait_for(lambda: fleet.workers()[name]["role"] == role)
+                eventually(lambda: fleet.workers()[name]["role"] == role)
             return text
 
         give("b", "prefill")
@@ -145,7 +146,7 @@ def test_a_worker_takes_another_role_while_it_answers(tmp_path):
         assert "needs a worker that lends its KV blocks" in give("reader", "prefill", 400)
         assert "must be one of both, prefill, decode" in give("a", "trainer", 400)
         running = fleet.stream("/v1/completions", prompt=STORY, max_tokens=60, ignore_eos=True, **TELL)
-        wait_for(lambda: running.worker)
+        eventually(lambda: running.worker)
         give("a", "prefill")  # whether it answers or not
         give("reader", "decode")
         asked = ask(fleet, "greedy", name="later")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import nats_server, tiny
-from tests.fleet_processes import wait_for
 from tests.serving import ROOT, free_port, listens
+from tests.waiting import eventually
 
 # What a CPU build of torch says of itself; it is imported in no time.
 FAKE_TORCH = """__version__, __file__ = "9.9.9", "/nowhere/torch/__init__.py"
@@ -232,7 +232,7 @@ def test_a_nats_server_needs_jetstream(doctor, tmp_path, jetstream):
     words = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-sd", str(tmp_path / "js")]
     with subprocess.Popen([*words, *(["-js"] if jetstream else [])], stderr=subprocess.DEVNULL) as server:
         try:
-            wait_for(lambda: listens(port))
+            eventually(lambda: listens(port))
             told = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{port}")
         finally:
             server.kill()

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from shoal.fleet.connectors.state_file import StateFile
-from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, state_home, until
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, state_home
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,7 +59,7 @@ def test_a_fleet_that_is_killed_while_a_worker_starts_has_each_worker_once_after
             again.until(lambda: set(again.workers()) == {"tiny-1"})  # nobody asks any more
             again.signal()
             assert again.process.wait(PATIENCE_S) == 0 and "Traceback" not in again.text()
-        until(lambda: not servers_of(tmp_path))
+        eventually(lambda: not servers_of(tmp_path))
 
 
 @pytest.mark.parametrize("connector", ["process", "circus"])

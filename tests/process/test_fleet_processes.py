@@ -19,6 +19,7 @@ from shoal.fleet.connectors.connector import Component
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.processes import Processes
 from shoal.fleet.connectors.state_file import ProcessId, State
+from tests.waiting import until
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 DEADLINE_S = 60
@@ -50,14 +51,6 @@ class Toys:
 
 def lives(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-async def until(condition, say=lambda: ""):
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, say()
-        await asyncio.sleep(0.02)
-    return found
 
 
 @pytest.fixture

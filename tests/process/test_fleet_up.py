@@ -21,8 +21,9 @@ import pytest
 
 from tests import nats_server
 from tests.external_worker import written
-from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, state_home, until
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, state_home
 from tests.serving import PYTHON, ROOT, TINY, free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -157,7 +158,7 @@ def test_a_sleeping_fleet_wakes_for_a_request_and_one_ctrl_c_ends_it(tmp_path, p
             fleet.signal()
             assert running.result()[0], "what runs is drained"
         assert fleet.process.wait(PATIENCE_S) == 0
-        until(lambda: not [p for p in processes if is_running(p.pid)])
+        eventually(lambda: not [p for p in processes if is_running(p.pid)])
         assert "Traceback" not in fleet.text()
 
 
@@ -168,12 +169,12 @@ def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
         fleet_of_one.until(lambda: any(w["active_requests"] for w in fleet_of_one.workers().values()))
         processes = fleet_of_one.descendants()
         fleet_of_one.signal()
-        until(
+        eventually(
             lambda: "shutting down" in fleet_of_one.request("/v1/completions", ENDLESS | {"max_tokens": 1})[2]
         )
         fleet_of_one.signal()
         assert fleet_of_one.process.wait(PATIENCE_S) == 1
-        until(lambda: not [p for p in processes if is_running(p.pid)])
+        eventually(lambda: not [p for p in processes if is_running(p.pid)])
         assert running.exception() or running.result()[0] != 200 or "length" not in running.result()[2]
 
 
@@ -195,7 +196,7 @@ def test_nothing_is_left_of_a_fleet_that_is_killed(fleet_of_one):
     processes = fleet_of_one.descendants()
     fleet_of_one.process.kill()
     fleet_of_one.process.wait()
-    until(lambda: not [p for p in processes if is_running(p.pid)])
+    eventually(lambda: not [p for p in processes if is_running(p.pid)])
 
 
 @pytest.fixture
@@ -253,7 +254,7 @@ def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
         processes = fleet.descendants()
         fleet.signal(signal.SIGTERM)
         assert fleet.process.wait(PATIENCE_S) == 0
-        until(lambda: not [p for p in processes if is_running(p.pid)])
+        eventually(lambda: not [p for p in processes if is_running(p.pid)])
 
 
 @pytest.mark.parametrize(
@@ -473,7 +474,7 @@ def test_a_fleet_that_is_killed_starts_again_with_the_workers_that_it_had(tmp_pa
             assert again.ask("And then", 4, model="tiny")
             again.signal()
             assert again.process.wait(PATIENCE_S) == 0 and "Traceback" not in again.text()
-        until(lambda: not [pid for pid in [*before.values(), *after.values()] if is_running(pid)])
+        eventually(lambda: not [pid for pid in [*before.values(), *after.values()] if is_running(pid)])
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ from shoal.fleet.connectors.state_file import digest_of
 from shoal.fleet.planner.engine_profile import write_profile
 from shoal.fleet.simulator.timing import profile_of
 from tests import nats_server, ray_cluster
-from tests.fleet_processes import PATIENCE_S, Asked, wait_for
+from tests.fleet_processes import PATIENCE_S, Asked
 from tests.serving import PYTHON, ROOT, free_port
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ class Fleet:
         return {worker["id"]: worker for worker in found if worker["state"] == "ready"}
 
     def ready(self, count=2):
-        return wait_for(lambda: len(found := self.workers()) >= count and found, self.text)
+        return eventually(lambda: len(found := self.workers()) >= count and found, self.text)
 
     def node_of_router(self, cluster):
         """Returns the node of the last router."""
@@ -148,9 +149,9 @@ def cut_power_under_load(fleet, cluster):
             spared = [cluster.head_node, fleet.node_of_router(cluster)]
             nodes = {name: ray_cluster.node_of(cluster, worker["pid"]) for name, worker in before.items()}
             [lost, *_] = [name for name, node in nodes.items() if node not in spared]
-            wait_for(lambda: fleet.workers()[lost]["active_requests"] >= 2, fleet.text)
+            eventually(lambda: fleet.workers()[lost]["active_requests"] >= 2, fleet.text)
             ray_cluster.cut_power(cluster, nodes[lost])
-            wait_for(lambda: lost not in fleet.workers(), fleet.text)
+            eventually(lambda: lost not in fleet.workers(), fleet.text)
             after = fleet.ready()
             assert after[lost]["pid"] != before[lost]["pid"]
             assert ray_cluster.node_of(cluster, after[lost]["pid"]) is not nodes[lost]
@@ -176,7 +177,7 @@ def test_a_router_that_dies_is_started_again_with_its_workers(tmp_path, cluster,
     with Fleet(tmp_path, cluster, model, text) as fleet:
         before = {worker["pid"] for worker in fleet.ready(3).values()}
         os.kill(int(re.findall(r"\(router pid=(\d+)", fleet.text())[-1]), signal.SIGKILL)
-        wait_for(lambda: not any(map(is_running, before)))
+        eventually(lambda: not any(map(is_running, before)))
         assert not before & {worker["pid"] for worker in fleet.ready(3).values()}
         assert "router ended after" in fleet.text()
         fleet.process.send_signal(signal.SIGINT)
@@ -198,23 +199,23 @@ def test_ctrl_c_drains_and_leaves_nothing(tmp_path, cluster, model):
     write_profile(tmp_path / "profile.json", profile_of("h200", "qwen3-8b", 256, 300_000, 8192))
     with Fleet(tmp_path, cluster, model, WORKERS + ADVISER) as fleet:
         pids = [worker["pid"] for worker in fleet.ready().values()]
-        wait_for(lambda: '"decision"' in (tmp_path / "planner.jsonl").read_text(), fleet.text)
+        eventually(lambda: '"decision"' in (tmp_path / "planner.jsonl").read_text(), fleet.text)
         running = fleet.stream(3, 400)
-        wait_for(lambda: len(running.events) > 2 or running.error, fleet.text)
+        eventually(lambda: len(running.events) > 2 or running.error, fleet.text)
         assert running.error is None, (running.status, running.error, fleet.text())
         fleet.process.send_signal(signal.SIGINT)
         answer = running.answer()
         assert answer["error"] is None and answer["usage"] is None
         assert sum(len(c["token_ids"]) for event in running.events for c in event["choices"]) == 400
         assert fleet.process.wait(PATIENCE_S) == 0, fleet.text()
-        wait_for(lambda: not any(map(is_running, pids)))
+        eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_a_killed_command_leaves_nothing_on_the_cluster(tmp_path, cluster, model):
     with Fleet(tmp_path, cluster, model, WORKERS) as fleet:
         pids = [worker["pid"] for worker in fleet.ready().values()]
         fleet.process.kill()
-        wait_for(lambda: not any(map(is_running, pids)))
+        eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_workers_without_room_wait_and_the_others_serve(tmp_path, cluster, model):
@@ -222,7 +223,7 @@ def test_workers_without_room_wait_and_the_others_serve(tmp_path, cluster, model
     text = WORKERS.replace("count = 2", "count = 4")
     with Fleet(tmp_path, cluster, model, text) as fleet:
         assert len(fleet.ready(3)) == 3
-        wait_for(lambda: "waits for a node with free {'CPU': 1" in fleet.text(), fleet.text)
+        eventually(lambda: "waits for a node with free {'CPU': 1" in fleet.text(), fleet.text)
         assert len(fleet.tokens(1)) == TOKENS
         fleet.process.send_signal(signal.SIGINT)
         assert fleet.process.wait(PATIENCE_S) == 0, fleet.text()
@@ -234,7 +235,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, cluster, model):
         fleet.process.send_signal(signal.SIGINT)
         fleet.process.send_signal(signal.SIGINT)
         assert fleet.process.wait(PATIENCE_S) in (0, 1)
-        wait_for(lambda: not any(map(is_running, pids)))
+        eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_a_mistake_in_the_file_ends_the_command_with_its_reason(tmp_path, cluster):
@@ -255,7 +256,7 @@ def test_nats_is_the_plane_of_a_fleet_on_many_hosts(tmp_path, cluster, model):
             assert set(workers) == {f"{prefix}-tiny-1", f"{prefix}-tiny-2"}
             assert len(fleet.tokens(1)) == TOKENS
             host = cluster.head_node.node_ip_address
-            wait_for(lambda: f"its tokens are at tcp://{host}:" in fleet.text(), fleet.text)
+            eventually(lambda: f"its tokens are at tcp://{host}:" in fleet.text(), fleet.text)
             cut_power_under_load(fleet, cluster)
             fleet.process.send_signal(signal.SIGINT)
             assert fleet.process.wait(PATIENCE_S) == 0, fleet.text()

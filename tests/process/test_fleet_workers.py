@@ -19,9 +19,10 @@ from shoal.fleet.registry.open import open_registry
 from shoal.sampling_params import SamplingParams
 from tests import nats_server
 from tests.asynchronous import within
-from tests.fleet_processes import PATIENCE_S, Processes, wait_for
+from tests.fleet_processes import PATIENCE_S, Processes
 from tests.serving import free_port, listens
 from tests.tiny import greedy, write_model
+from tests.waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
@@ -33,8 +34,8 @@ def no_role(worker, role):
     raise AssertionError(f"{worker.id} takes the role {role}")
 
 
-async def eventually(condition, say=lambda: ""):
-    await asyncio.to_thread(wait_for, condition, say)
+async def until(condition, say=lambda: ""):
+    await asyncio.to_thread(eventually, condition, say)
 
 
 # Reports
@@ -65,7 +66,7 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
             )
         )
         fleet.serve("a", "--fleet-key-file", key_file)
-        await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
+        await until(lambda: "a" in workers or fleet.running["a"].poll() is not None)
         assert "a" in workers, fleet.log("a")
         worker = workers["a"]
         await worker.link.check()
@@ -75,19 +76,19 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
         first = await ids_of(worker.link, request("1", prompt))
         # The router begins to listen late, so what is cached is asked for.
         following = asyncio.create_task(worker.link.follow_events(EventFeed(index, WorkerRank("a"))))
-        await eventually(lambda: WorkerRank("a") in index.find_matches(prompt))
+        await until(lambda: WorkerRank("a") in index.find_matches(prompt))
         assert index.find_matches(prompt)[WorkerRank("a")].device == 5
         again, _ = await asyncio.gather(
             ids_of(worker.link, request("2", prompt)), ids_of(worker.link, request("3", other))
         )
         assert first == again and len(first) == 8
-        await eventually(lambda: WorkerRank("a") in index.find_matches(other))
+        await until(lambda: WorkerRank("a") in index.find_matches(other))
         stream = worker.link.generate(request("4", other, 12))
         await anext(stream)
         fleet.running["a"].send_signal(signal.SIGTERM)
-        await eventually(lambda: worker.is_draining)
+        await until(lambda: worker.is_draining)
         assert sum([len(output.token_ids) async for output in stream]) >= 8, "what runs is drained"
-        await eventually(lambda: left == ["a"] and fleet.running["a"].poll() is not None)
+        await until(lambda: left == ["a"] and fleet.running["a"].poll() is not None)
         assert fleet.running["a"].returncode == 0 and "Traceback" not in fleet.log("a"), fleet.log("a")
         assert not list(tmp_path.glob("shoal-*"))
         following.cancel()
@@ -108,13 +109,13 @@ async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(
             )
         )
         fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
-        await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
+        await until(lambda: "a" in workers or fleet.running["a"].poll() is not None)
         first = workers.pop("a")
         await first.link.check()
         assert await ids_of(first.link, request("1", prompt)) == greedy(models[0], prompt, 8)
         await first.link.sleep(2)
         assert await first.link.update_weights(str(models[1])) == 1
-        await eventually(lambda: left == ["a"] and "a" in workers)
+        await until(lambda: left == ["a"] and "a" in workers)
         second = workers["a"]
         await second.link.check()
         assert second.info.models == ("m",) and second.link.card.model == str(models[1])
@@ -206,10 +207,10 @@ def test_a_kill_in_mid_stream_changes_nothing_in_any_sampling_mode(tmp_path):
         fleet.operate("drain", "b")
         fleet.operate("resume", "a")
         streams = {name: ask(fleet, name) for name in GRAMMARS}
-        wait_for(lambda: all(asked.events or asked.error for asked in streams.values()))
+        eventually(lambda: all(asked.events or asked.error for asked in streams.values()))
         streams |= {name: ask(fleet, name) for name in MODES if name not in GRAMMARS}
         stopped = ask(fleet, "greedy", stop=stop)
-        wait_for(lambda: all(len(asked.events) >= BEFORE_KILL or asked.error for asked in streams.values()))
+        eventually(lambda: all(len(asked.events) >= BEFORE_KILL or asked.error for asked in streams.values()))
         fleet.operate("resume", "b")
         unfinished = [name for name, asked in streams.items() if asked.is_alive()]
         fleet.kill("a")
@@ -219,7 +220,7 @@ def test_a_kill_in_mid_stream_changes_nothing_in_any_sampling_mode(tmp_path):
         assert (whole["choices"][0]["text"], whole["choices"][0]["finish"]) == (text[:6], "stop")
         assert {asked.worker for asked in streams.values()} == {"a"}
         fleet.wait_state("a", "gone", None)
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))
 
 
 def test_what_waits_at_a_worker_moves_to_one_that_has_nothing_to_do(tmp_path):
@@ -239,14 +240,14 @@ def test_what_waits_at_a_worker_moves_to_one_that_has_nothing_to_do(tmp_path):
             )
 
         streams = [begin(prompt) for prompt in prompts]
-        wait_for(lambda: fleet.workers()["a"]["waiting"] >= 2)
+        eventually(lambda: fleet.workers()["a"]["waiting"] >= 2)
         fleet.operate("resume", "b")
-        wait_for(lambda: fleet.workers()["b"]["requests"] > 0, lambda: fleet.log("router"))
+        eventually(lambda: fleet.workers()["b"]["requests"] > 0, lambda: fleet.log("router"))
         answers = [stream.answer() for stream in streams]
         assert all(answer["error"] is None and answer["usage"] == (170, 80) for answer in answers)
         assert {stream.worker for stream in streams} == {"a", "b"}
         assert "leaves worker a after 0 tokens: it waits at worker a" in fleet.log("router")
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))
         assert begin(prompts[2]).answer() == answers[2], "the first that waited, and so moved"
 
 
@@ -262,13 +263,13 @@ def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
             expected = ask(fleet, "greedy").answer()
             assert expected["error"] is None
             stream = ask(fleet, "greedy")
-            wait_for(lambda: len(stream.events) > 2)
+            eventually(lambda: len(stream.events) > 2)
             server.kill()
             server.wait()
             while_away = ask(fleet, "greedy")
-            wait_for(lambda: len(while_away.events) > 2)
+            eventually(lambda: len(while_away.events) > 2)
             server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-            wait_for(lambda: listens(port), lambda: f"nats-server: {server.poll()}")
+            eventually(lambda: listens(port), lambda: f"nats-server: {server.poll()}")
             assert stream.answer() == while_away.answer() == expected
             assert ask(fleet, "greedy").answer() == expected
             fleet.wait_state("a", "ready")
@@ -306,4 +307,4 @@ def test_many_kills_under_load(tmp_path):
             fleet.wait_state(f"w{number}", "ready")
             print(f"kill {number - 2}: {moved} streams moved so far", flush=True)
         assert moved >= kills / 10
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
 from tests.process.test_fleet_workers import settled
 from tests.tiny_families import write_family
+from tests.waiting import eventually
 
 PREFILL = "x-shoal-prefill-worker"
 BOTH = json.dumps({"kv_role": "kv_both"})
@@ -61,7 +61,7 @@ def wait_for_events(fleet, streams, num):
         each = [(stream.worker, stream.status, len(stream.events), stream.error) for stream in streams]
         return f"{each}\n{fleet.workers()}\n{fleet.log('router')[-3000:]}"
 
-    wait_for(lambda: all(len(stream.events) >= num for stream in streams), said)
+    eventually(lambda: all(len(stream.events) >= num for stream in streams), said)
 
 
 def cached_of(stream):
@@ -71,12 +71,12 @@ def cached_of(stream):
 
 def alone(fleet, prompts, **options):
     """The answers of one worker that has cached nothing."""
-    wait_for(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
+    eventually(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
     fleet.operate("drain", "b")
     found = [tokens_of(ask(fleet, prompt, **options)) for prompt in prompts]
     fleet.operate("resume", "b")
-    wait_for(lambda: settled(fleet))
-    wait_for(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
+    eventually(lambda: settled(fleet))
+    eventually(lambda: fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200)
     return found
 
 
@@ -91,7 +91,7 @@ def test_a_turn_goes_to_the_worker_that_can_resume_it(fleet):
         for number, home in enumerate(homes):
             old = prompts[number] + expected[number]
             prompts[number] = old + [(turn * 91 + number * 7 + i) % 250 for i in range(11)]
-            wait_for(lambda: settled(fleet))
+            eventually(lambda: settled(fleet))
             stream = ask(fleet, prompts[number])
             expected[number] = tokens_of(stream)
             assert stream.worker == home and len(old) - BLOCK - 1 <= cached_of(stream) <= len(old)
@@ -126,12 +126,12 @@ def test_a_decode_worker_reads_the_states_of_a_prefill_worker(fleet):
     for prompt, tokens in zip(prompts, expected):
         stream = ask(fleet, prompt)
         assert tokens_of(stream) == tokens and stream.worker == "d" and stream.headers[PREFILL] == "p"
-    wait_for(lambda: fleet.workers()["d"]["blocks_in"] > 3 * 6, lambda: str(fleet.workers()))
+    eventually(lambda: fleet.workers()["d"]["blocks_in"] > 3 * 6, lambda: str(fleet.workers()))
     for name in "ab":
         fleet.operate("resume", name)
     for name in "pd":
         fleet.kill(name)
-    wait_for(lambda: not {"p", "d"} & fleet.workers().keys())
+    eventually(lambda: not {"p", "d"} & fleet.workers().keys())
 
 
 def test_the_conversations_of_a_killed_worker_resume_elsewhere(fleet):
@@ -144,12 +144,12 @@ def test_the_conversations_of_a_killed_worker_resume_elsewhere(fleet):
         if any(stream.worker == "b" and stream.is_alive() for stream in streams):
             break
         assert [tokens_of(stream) for stream in streams] == expected
-        wait_for(lambda: settled(fleet))
+        eventually(lambda: settled(fleet))
     else:
         raise AssertionError("no stream of b lives long enough")
     fleet.kill("b")
     assert [tokens_of(stream) for stream in streams] == expected
-    wait_for(lambda: settled(fleet))
+    eventually(lambda: settled(fleet))
     turns = [prompt + tokens + [7] * 11 for prompt, tokens in zip(prompts, expected)]
     for turn, old in zip(turns, prompts):
         stream = ask(fleet, turn)

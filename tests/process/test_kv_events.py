@@ -13,8 +13,9 @@ from shoal import LLM, SamplingParams
 from shoal import kv_events as kv_events
 from shoal.errors import ConfigError
 from tests.kv_listener import Follower, View
-from tests.serving import ROOT, TINY, Serve, free_port, until
+from tests.serving import ROOT, TINY, Serve, free_port
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 SIZE = 16
 SMALL = {
@@ -301,13 +302,13 @@ def test_a_server_publishes_and_a_reset_over_http_is_heard_at_once(tmp_path, roo
 
         for i in range(3):
             complete(i)
-        until(lambda: len(follower.follow(0.1).catch_up().view.names()) == 9)
+        eventually(lambda: len(follower.follow(0.1).catch_up().view.names()) == 9)
         for path in ("/reset_prefix_cache", "/sleep?level=1"):
             assert server.ask(path, {}, server.admin)[0] == 200
-            until(lambda: follower.follow(0.1).catch_up().view.blocks == {})
+            eventually(lambda: follower.follow(0.1).catch_up().view.blocks == {})
             server.ask("/wake_up", {}, server.admin)
             complete(0)
-            until(lambda: len(follower.follow(0.1).catch_up().view.names()) == 3)
+            eventually(lambda: len(follower.follow(0.1).catch_up().view.names()) == 3)
     finally:
         follower.close()
         server.stop()

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
 from tests.process.test_disagg_soak import MODES
 from tests.process.test_fleet_workers import settled
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 PREFILL = "x-shoal-prefill-worker"
 BOTH = json.dumps({"kv_role": "kv_both"})
@@ -63,7 +63,7 @@ def begun_at(fleet, name, other, number):
     fleet.operate("resume", name)
     fleet.operate("drain", other)
     streams = {mode: ask(fleet, mode, prompt(number)) for mode in MODES}
-    wait_for(lambda: all(stream.events or stream.error for stream in streams.values()))
+    eventually(lambda: all(stream.events or stream.error for stream in streams.values()))
     fleet.operate("resume", other)
     return streams
 
@@ -93,10 +93,10 @@ def test_a_drain_moves_streams_with_their_blocks_in_every_mode(pair):
             break
     else:
         raise AssertionError("nothing moves")
-    wait_for(lambda: blocks_in(pair, "b") >= before + 18, lambda: str(pair.workers()))
+    eventually(lambda: blocks_in(pair, "b") >= before + 18, lambda: str(pair.workers()))
     assert pair.workers()["b"]["transfer_GB_s"] > 0
     pair.operate("resume", "a")
-    wait_for(lambda: settled(pair))
+    eventually(lambda: settled(pair))
 
 
 def test_a_prefix_comes_from_the_worker_that_has_it(pair):
@@ -108,7 +108,7 @@ def test_a_prefix_comes_from_the_worker_that_has_it(pair):
     again = ask(pair, "greedy", prompt(1))
     assert again.answer() == expected and again.worker == other
     assert loans(pair, "prefix") >= 1
-    wait_for(lambda: blocks_in(pair, other) >= before + 18)
+    eventually(lambda: blocks_in(pair, other) >= before + 18)
     pair.operate("resume", first)
 
 
@@ -141,7 +141,7 @@ def test_a_worker_that_stops_ends_when_its_streams_have_left_with_their_blocks(p
         assert answers(streams) == pair.expected
         process.wait()
         assert "Traceback" not in pair.log("a")
-        wait_for(lambda: "a" not in pair.workers() and settled(pair))
+        eventually(lambda: "a" not in pair.workers() and settled(pair))
         if loans(pair, "migration") > moved:
             break
     else:

@@ -21,6 +21,7 @@ from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import ModelInfo
 from tests.asynchronous import within
 from tests.serving import free_port
+from tests.waiting import until
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
@@ -65,11 +66,6 @@ async def watched():
             await registry.close()
         host.close()
         await asyncio.sleep(0)
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def worker(name="w", port=None, role="both", **changes):

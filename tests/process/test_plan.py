@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
-from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, until
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized
 from tests.serving import PYTHON, ROOT
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,7 +45,7 @@ def test_a_planner_beside_its_fleet_may_die_and_the_next_one_goes_on(tmp_path, f
             assert list(fleet.workers()) == ["tiny-1"]
         fleet.until(lambda: "planner" not in fleet.json("/fleet"))
         with planner(fleet, "first.log") as first, Crowd(fleet):
-            until(lambda: plans(fleet, first))
+            eventually(lambda: plans(fleet, first))
             second = fleet.start("plan", log=tmp_path / "second.log")
             assert second.wait(PATIENCE_S) == 1
             assert "another process is the planner" in (tmp_path / "second.log").read_text()
@@ -53,7 +54,7 @@ def test_a_planner_beside_its_fleet_may_die_and_the_next_one_goes_on(tmp_path, f
             first.wait()
             fleet.until(lambda: "planner" not in fleet.json("/fleet"))
             with planner(fleet, "third.log") as third:
-                until(lambda: plans(fleet, third))
+                eventually(lambda: plans(fleet, third))
                 fleet.ready(2)
                 assert sorted(fleet.workers()) == ["tiny-1", "tiny-2"]
         with planner(fleet, "fourth.log"):

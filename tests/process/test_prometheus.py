@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tests import exported_metrics, prometheus
-from tests.fleet_processes import wait_for
 from tests.fleet_up import Fleet
 from tests.serving import ROOT, free_port
+from tests.waiting import eventually
 
 FOLDER = ROOT / "deploy/prometheus"
 RULES = [
@@ -107,11 +107,11 @@ def scraped(tmp_path_factory):
     """A Prometheus that has scraped a fleet of two workers, which have answered something."""
     folder = tmp_path_factory.mktemp("scraped")
     with Fleet(folder, TWO_WORKERS) as fleet, Prometheus(folder, fleet.ready().port) as server:
-        wait_for(lambda: server.scrapes("up == 1"))  # so that what follows is an increase
+        eventually(lambda: server.scrapes("up == 1"))  # so that what follows is an increase
         for number in range(6):
             fleet.ask(f"Number {number} is", 8)
-        wait_for(lambda: server.scrapes('shoal:planner_decisions_total{kind="none"} > 1'))
-        wait_for(lambda: server.scrapes("rate(vllm:generation_tokens_total[30s]) > 0"))
+        eventually(lambda: server.scrapes('shoal:planner_decisions_total{kind="none"} > 1'))
+        eventually(lambda: server.scrapes("rate(vllm:generation_tokens_total[30s]) > 0"))
         yield server
 
 

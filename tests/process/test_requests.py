@@ -14,8 +14,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests import tiny
-from tests.fleet_processes import Processes, wait_for
+from tests.fleet_processes import Processes
 from tests.serving import PYTHON, ROOT
+from tests.waiting import eventually
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROMPT = list(range(10, 60))
@@ -129,7 +130,7 @@ def test_one_id_leads_through_the_logs_of_all_processes(fleet):
     def by():
         return Counter(line["logger"] for line in said(fleet, worker, "one-id"))
 
-    wait_for(lambda: len(by()) == 2, by, 20)
+    eventually(lambda: len(by()) == 2, by, 20)
     assert by() == {"shoal.fleet.native.worker_server": 1, "shoal.engine.process.core_main": 1}
     assert all("id=one-id" in line["message"] for line in said(fleet, worker, "one-id"))
     [placed, ended] = grep(fleet, "one-id")
@@ -147,7 +148,7 @@ def test_a_trace_leads_from_the_client_through_the_router_to_the_worker(fleet, c
     body = {"model": "tiny", "prompt": SECRET, "max_tokens": 5, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {**headers, "x-request-id": "traced"})
     assert connection.getresponse().status == 200
-    wait_for(
+    eventually(
         lambda: Counter(s.name for _, s in collector.of(TRACE))["llm_request"] == 2, lambda: collector.spans
     )
     found = collector.of(TRACE)
@@ -188,7 +189,7 @@ def test_a_move_to_another_worker_is_logged_with_its_reason(fleet):
         )
         for i in range(6)
     ]
-    wait_for(lambda: any(stream.worker == "a" and stream.events for stream in streams))
+    eventually(lambda: any(stream.worker == "a" and stream.events for stream in streams))
     os.kill(fleet.running["a"].pid, signal.SIGKILL)
     assert all(stream.answer()["error"] is None for stream in streams)
     moved = 0
@@ -229,7 +230,7 @@ def test_prefill_and_decode_apart_are_told_with_the_transfer_between_them(tmp_pa
         placed = [line.partition("request ")[2] for line in grep(fleet, "apart") if "goes to" in line]
         assert placed == ["goes to worker d id=apart", "goes to prefill worker p id=apart"]
         for name in ("p", "d"):
-            wait_for(
+            eventually(
                 lambda name=name: fleet.log(name).count("id=apart") == 2,
                 lambda name=name: fleet.log(name),
                 20,

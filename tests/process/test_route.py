@@ -12,7 +12,8 @@ import pytest
 from shoal.config import KVEventsConfig
 from shoal.kv.events.publisher import KvEvents
 from tests.external_worker import MODEL, ExternalWorkerThread, Fault, ids_of, written
-from tests.serving import DEADLINE_S, Route, free_port, until
+from tests.serving import DEADLINE_S, Route, free_port
+from tests.waiting import eventually
 
 PROMPT = "A shoal of fish swims as one, and nobody leads. " * 3
 TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
@@ -153,7 +154,7 @@ def test_each_rank_of_a_data_parallel_worker_gets_the_prompts_that_it_has(router
         router = routers("--worker", f"{worker.url},id=a,dp_size=2,{ends}").await_workers(1)
         for rank, prompt in [*enumerate(prompts), *enumerate(prompts)]:
             question = {"model": MODEL, "prompt": prompt}
-            until(
+            eventually(
                 lambda q=question: json.loads(router.ask("/fleet/select", q)[1])["overlap_blocks"] == 8,
                 router.text,
             )
@@ -179,12 +180,12 @@ def test_a_worker_that_dies_is_left_out_and_comes_back(routers, workers):
     a, b = workers
     with ExternalWorkerThread() as c:
         router = routers(*specs(a, b, c), "--check-interval", "0.5").await_workers(3)
-    until(lambda: states(router)["c"] == "broken", router.text)
+    eventually(lambda: states(router)["c"] == "broken", router.text)
     for number in range(6):
         assert complete(router, f"{number} {PROMPT}")[0] == 200
     assert len(a.received) + len(b.received) == 6
     with ExternalWorkerThread(port=int(c.url.rpartition(":")[2])):
-        until(lambda: states(router)["c"] == "ready", router.text)
+        eventually(lambda: states(router)["c"] == "ready", router.text)
 
 
 def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(routers, workers):
@@ -192,18 +193,18 @@ def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(ro
     options = [*specs(*workers), "--plane", plane, "--policy", "least_loaded", "--lease", "1"]
     first = routers(*options).await_workers(2)
     second = routers(*options).await_workers(2)
-    until(lambda: second.metric("shoal:router_peers") == 1, second.text)
+    eventually(lambda: second.metric("shoal:router_peers") == 1, second.text)
     for worker in workers:
         worker.delay = 0.2
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, second, max_tokens=40)
-        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
+        eventually(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
         running.result()
-        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
+        eventually(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
         pool.submit(complete, second, max_tokens=1000)
-        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
+        eventually(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
         second.process.send_signal(signal.SIGKILL)
-        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
+        eventually(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
     assert states(first) == {"a": "ready", "b": "ready"} and complete(first, max_tokens=1)[0] == 200
 
 
@@ -218,9 +219,9 @@ def test_a_terminal_that_is_closed_lets_requests_end_as_sigterm_does(routers, wo
         worker.delay = 0.1
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, router, max_tokens=20)
-        until(lambda: sum(w["active_requests"] for w in router.fleet().values()) == 1, router.text)
+        eventually(lambda: sum(w["active_requests"] for w in router.fleet().values()) == 1, router.text)
         router.process.send_signal(signal.SIGHUP)
-        until(lambda: router.ask("/health")[0] == 503, router.text)
+        eventually(lambda: router.ask("/health")[0] == 503, router.text)
         router.process.send_signal(signal.SIGHUP)
         assert running.result()[0] == 200
     assert router.process.wait(DEADLINE_S) == 0

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from tests.external_worker import MODEL, ExternalWorkerThread, Fault, template, written
-from tests.serving import TINY, Route, Serve, free_port, until
+from tests.serving import TINY, Route, Serve, free_port
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 MESSAGES = [{"role": "user", "content": "Which fish swim together?"}]
 LLAMA = os.environ.get("SHOAL_TEST_LLAMA_CPP_PYTHON")  # a Python that has llama-cpp-python[server]
@@ -150,7 +151,7 @@ def test_a_real_server_killed_in_mid_stream_changes_no_text(form, route, shoals)
     details = ("prompt_tokens_details", "completion_tokens_details")
     usage = chunks[-1].usage
     assert usage == expected[-1].usage.model_copy(update={name: getattr(usage, name) for name in details})
-    until(lambda: router.fleet()[owner]["state"] == "broken", router.text)
+    eventually(lambda: router.fleet()[owner]["state"] == "broken", router.text)
     (other,) = {"a", "b"} - {owner}
     assert router.fleet()[other]["requests"] == 2, "the stream went on there"
 

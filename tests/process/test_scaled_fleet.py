@@ -21,6 +21,7 @@ from shoal.fleet_views import PlannerView, WorkerState
 from tests import nats_server
 from tests.fake_connector import FakeConnector
 from tests.serving import free_port
+from tests.waiting import until
 
 VIEW = PlannerView("load", "because", {"both": 2}, True)
 
@@ -78,11 +79,6 @@ def run(test):
             await test()
 
     asyncio.run(bounded())
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 async def planner(world, show=lambda: VIEW):

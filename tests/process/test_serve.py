@@ -15,8 +15,9 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.engine.process.async_llm import AsyncLLM
-from tests.serving import DEADLINE_S, TINY, Serve, until
+from tests.serving import DEADLINE_S, TINY, Serve
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_clients_that_leave_free_their_blocks(shared):
         pytest.fail("no request was seen running")
     for stream, _ in streams:
         stream.close()
-    until(
+    eventually(
         lambda: (
             shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0
         )
@@ -117,7 +118,7 @@ def test_a_killed_client_frees_its_blocks(shared):
     assert client.stdout.readline()
     client.kill()
     client.wait()
-    until(
+    eventually(
         lambda: (
             shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0
         )
@@ -146,7 +147,7 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(shared):
     texts = {complete(client, 50).choices[0].text for _ in range(3)}
     assert len(texts) == 1
     slow.close()
-    until(lambda: shared.metric("vllm:num_requests_running") == 0)
+    eventually(lambda: shared.metric("vllm:num_requests_running") == 0)
 
 
 def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, tmp_path):
@@ -177,8 +178,8 @@ def test_a_core_comes_back_with_restart(serve, checkpoints):
     client = server.client()
     before = complete(client).choices[0].text
     server.cores()[0].kill()
-    until(lambda: server.ask("/health")[0] == 503, server.text)
-    until(lambda: server.ask("/health")[0] == 200, server.text)
+    eventually(lambda: server.ask("/health")[0] == 503, server.text)
+    eventually(lambda: server.ask("/health")[0] == 200, server.text)
     assert complete(client).choices[0].text == before and server.sockets() == []
 
 
@@ -188,7 +189,7 @@ def test_the_core_vanishes_with_the_server(ready, serve, checkpoints):
     if ready:
         server.ready()
     else:
-        until(lambda: server.cores(), server.text)
+        eventually(lambda: server.cores(), server.text)
     cores = server.cores()
     server.process.kill()
     _, alive = psutil.wait_procs(cores, timeout=DEADLINE_S)
@@ -207,7 +208,7 @@ def test_sigterm_under_load_lets_everything_end(serve, checkpoints):
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         futures = [pool.submit(one, i) for i in range(40)]
         states = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
-        until(lambda: sum(map(server.metric, states)) >= 40)
+        eventually(lambda: sum(map(server.metric, states)) >= 40)
         cores = server.cores()
         os.killpg(server.process.pid, signal.SIGTERM)
         for core in cores:  # as a service manager does it
@@ -221,7 +222,7 @@ def test_a_second_signal_ends_at_once(serve, checkpoints):
     server = serve(checkpoints["llama"], "--served-model-name", "tiny", "--max-num-seqs", "1", *TINY).ready()
     streams = [begin(server.client(), 480)]
     server.process.send_signal(signal.SIGINT)
-    until(lambda: server.ask("/health")[0] == 503)
+    eventually(lambda: server.ask("/health")[0] == 503)
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(DEADLINE_S) in (0, 1)  # 0: the answer had come to its end meanwhile
     assert len(streams) == 1
@@ -363,7 +364,7 @@ def test_mistakes_are_told_before_an_engine_is_started(arguments, checkpoints, m
 
 def test_a_core_that_dies_at_the_start_ends_the_server(serve, checkpoints):
     server = serve(checkpoints["llama"], *TINY)
-    until(lambda: server.cores(), server.text)
+    eventually(lambda: server.cores(), server.text)
     server.cores()[0].kill()
     assert server.process.wait(DEADLINE_S) == 1
     assert (

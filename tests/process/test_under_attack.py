@@ -11,8 +11,9 @@ import time
 import psutil
 import pytest
 
-from tests.serving import DEADLINE_S, TINY, Serve, until
+from tests.serving import DEADLINE_S, TINY, Serve
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
@@ -55,7 +56,7 @@ def load(server, count, **more):
 
     pool = concurrent.futures.ThreadPoolExecutor(count)
     futures = [pool.submit(one, i) for i in range(count)]
-    until(lambda: len(began) == count, server.text)
+    eventually(lambda: len(began) == count, server.text)
     return pool, futures
 
 
@@ -89,7 +90,7 @@ def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_b
     answers = ends(loaded)
     assert all(b'"error"' in answer or b"[DONE]" in answer for answer in answers)
     assert any(b"SIGKILL" in answer for answer in answers), answers[0][-500:]
-    until(lambda: server.ask("/health")[0] == 200, server.text)
+    eventually(lambda: server.ask("/health")[0] == 200, server.text)
     assert complete(server)[1]["choices"][0]["text"] == expected
     assert gone(processes), "a rank of the old engine is left"
     assert "Traceback" not in server.text() and server.sockets() == []
@@ -102,9 +103,9 @@ def test_an_engine_that_is_killed_in_its_sleep_is_noticed(restart, serve, checkp
     assert server.ask("/sleep?level=1", {}, server.admin)[0] == 200
     assert complete(server)[0] == 503
     server.cores()[0].kill()
-    until(lambda: server.ask("/health")[0] == 503 or "was started again" in server.text(), server.text)
+    eventually(lambda: server.ask("/health")[0] == 503 or "was started again" in server.text(), server.text)
     if restart:
-        until(lambda: server.ask("/health")[0] == 200, server.text)
+        eventually(lambda: server.ask("/health")[0] == 200, server.text)
         assert complete(server)[1]["choices"][0]["text"] == expected, "it comes back awake"
     else:
         status, answer = complete(server)

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 
-from tests.fleet_processes import Processes, wait_for
+from tests.fleet_processes import Processes
 from tests.tiny import write_model
+from tests.waiting import eventually
 
 
 def test_a_fleet_that_works_is_seen_by_all_three(tmp_path):
@@ -16,7 +17,7 @@ def test_a_fleet_that_works_is_seen_by_all_three(tmp_path):
         options = ("--served-model-name", "smollm2", "--max-model-len", "512")
         fleet.serve("w1", *options, model=model)
         fleet.wait_state("w1", "ready")
-        wait_for(lambda: json.loads(fleet.ask("/v1/models")[1])["data"])
+        eventually(lambda: json.loads(fleet.ask("/v1/models")[1])["data"])
 
         def seen():
             answer = fleet.stream("/v1/completions", prompt=[5, 6, 7] * 20, max_tokens=20, ignore_eos=True)
@@ -26,7 +27,7 @@ def test_a_fleet_that_works_is_seen_by_all_three(tmp_path):
             has_all = all(one["recent"].get("itl") for one in (worker, of_model, view))
             return view if has_all and worker["recent"].get("hit_rate") else None
 
-        view = wait_for(seen)
+        view = eventually(seen)
         [worker] = view["workers"]
         assert worker["kv"]["device"]["total_blocks"] > 0 and worker["requests"] >= 2
         assert worker["recent"]["output_tokens_s"] > 0 and worker["recent"]["ttft"]["p50"] > 0

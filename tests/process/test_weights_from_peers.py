@@ -20,9 +20,10 @@ from shoal.server.served.admission import Admission
 from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import LendWeights, ModelInfo, TakeBackWeights
 from tests.asynchronous import within
-from tests.fleet_processes import Processes, wait_for
+from tests.fleet_processes import Processes
 from tests.serving import free_port
 from tests.tiny import greedy, write_changed, write_model
+from tests.waiting import eventually
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
@@ -166,7 +167,7 @@ def test_a_worker_begins_with_the_weights_of_another_and_says_the_same(folder, t
         processes.serve("b", *options, model=folder)
         processes.serve("c", *options, model=write_changed(folder, tmp_path / "changed"))
         for name in "bc":
-            wait_for(lambda name=name: "ready after" in processes.log(name), lambda: processes.log("b"))
+            eventually(lambda name=name: "ready after" in processes.log(name), lambda: processes.log("b"))
         assert "rank 0 has its weights from another worker, by shared memory" in processes.log("b")
         # c has the same model name and other weights, so it reads its files.
         assert "this engine has other weights" in processes.log(

@@ -36,6 +36,7 @@ from shoal.server.served.admission import Admission
 from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import Add, ModelInfo, TakeBackKv
 from tests.asynchronous import within
+from tests.waiting import until
 
 PATIENCE_S = 60
 asynchronous = within(PATIENCE_S)
@@ -85,11 +86,6 @@ async def tokens(engine, asked):
     return ids, last
 
 
-async def eventually(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 @asynchronous
 async def test_a_remote_engine_gives_what_the_engine_gives():
     async with joined() as (site, remote):
@@ -121,11 +117,11 @@ class Lender(FakeEngine):
 async def test_tickets_of_who_has_left_are_given_back():
     async with joined(Lender()) as (site, remote):
         unread = remote.open(dataclasses.replace(request("unread"), offers_kv=True))
-        await eventually(lambda: unread.collector.output is not None)
+        await until(lambda: unread.collector.output is not None)
         unread.close()
         late = remote.open(dataclasses.replace(request("late"), offers_kv=True))
         del remote._streams["late"]  # as if its reader had left between the two messages
-        await eventually(lambda: len(site.engine.returned) == 2)
+        await until(lambda: len(site.engine.returned) == 2)
         assert site.engine.returned == [b"KV of unread/0", b"KV of late/1"]
         remote._streams["late"] = late
         late.close()
@@ -161,7 +157,7 @@ async def test_the_tokens_of_a_step_come_in_one_message():
         site.engine.generate = generate
         running = [asyncio.create_task(tokens(remote, request(f"r{i}"))) for i in range(4)]
         for step in range(3):
-            await eventually(lambda: len(collectors) == 4 and all(c._waiter for c in collectors.values()))
+            await until(lambda: len(collectors) == 4 and all(c._waiter for c in collectors.values()))
             for name, collector in collectors.items():
                 collector.put(Output(name, [step], finish_reason=FinishReason.LENGTH if step == 2 else None))
             await asyncio.sleep(0.02)
@@ -193,7 +189,7 @@ async def test_errors_travel_as_what_they_are(error):
 async def test_a_full_worker_says_so():
     async with joined(FakeEngine(vocab_size=512, token_seconds=0.05)) as (site, remote):
         running = [asyncio.create_task(tokens(remote, request(f"r{i}", 4))) for i in range(8)]
-        await eventually(lambda: site.gate.active == 8)
+        await until(lambda: site.gate.active == 8)
         with pytest.raises(BusyError):
             await tokens(remote, request("one more"))
         assert all(len(ids) == 4 for ids, _ in await asyncio.gather(*running))
@@ -206,9 +202,9 @@ async def test_leaving_a_stream_aborts_it_at_the_worker():
         await anext(stream)
         assert len(site.engine._running) == 1
         await stream.aclose()
-        await eventually(lambda: not site.engine._running)
+        await until(lambda: not site.engine._running)
         whole = asyncio.create_task(tokens(remote, request("r", 4000)))
-        await eventually(lambda: site.engine._running)
+        await until(lambda: site.engine._running)
         await remote.abort("r")
         assert (await whole)[1] == FinishReason.ABORT
 
@@ -219,7 +215,7 @@ async def test_commands_and_reports_cross():
         assert await remote.update_weights("/a/b") == 1
         await remote.control(Sleep(level=1))
         assert (await remote.sleep_state()).asleep == {"weights", "kv_cache"}
-        await eventually(lambda: remote.report.sleep.is_sleeping and remote.report.weights_version == 1)
+        await until(lambda: remote.report.sleep.is_sleeping and remote.report.weights_version == 1)
         assert remote.report.stats.num_blocks == 1024
         with pytest.raises(ConfigError, match="trace"):
             await remote.stop_profile()
@@ -267,9 +263,9 @@ async def test_a_router_that_dies_takes_its_requests_with_it():
             router.connect(site.port.address)
             router.send(encode(Hello("w")))
             router.send(encode(Add(request("r", 4000))))
-            await eventually(lambda: site.engine._running)
+            await until(lambda: site.engine._running)
             router.close(linger=0)
-        await eventually(lambda: not site.engine._running)
+        await until(lambda: not site.engine._running)
         assert site.gate.active == 0
 
 
@@ -281,7 +277,7 @@ async def test_garbage_and_strangers_change_nothing(caplog):
             wrong = (b"", b"\x93garbage", encode(AskEvents(-1)), encode(AskEvents(1 << 63)))
             for message in (*wrong, encode(Hello("another")), encode(Add(request()))):
                 stranger.send(message)
-            await eventually(lambda: "cannot be read" in caplog.text)
+            await until(lambda: "cannot be read" in caplog.text)
             stranger.close(linger=0)
         assert len((await tokens(remote, request()))[0]) == 10
         assert len(site.engine.seen) == 1

@@ -18,6 +18,7 @@ from shoal.hashing import extend_keys, root_key
 from shoal.kv.events import replay
 from shoal.kv.events.publisher import KvEvents
 from tests.kv_listener import Listener
+from tests.waiting import eventually
 
 SIZE = 16
 
@@ -87,13 +88,6 @@ def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_clients_that_never_read_cost_bounded_memory_and_hold_nobody_up(start, ask, tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "MAX_HELD_BYTES", 64 << 20)
     events = start()
@@ -103,7 +97,7 @@ def test_clients_that_never_read_cost_bounded_memory_and_hold_nobody_up(start, a
     all_bytes, before = sum(map(len, events._recent)), resident_mib()
     assert all_bytes > 5 << 20
     deaf = [ask() for _ in range(150)]
-    until(lambda: len(events._replay._answers) == 150)
+    eventually(lambda: len(events._replay._answers) == 150)
     honest = Listener(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r", b"t")
     try:
         time.sleep(1.0)
@@ -116,10 +110,10 @@ def test_clients_that_never_read_cost_bounded_memory_and_hold_nobody_up(start, a
     finally:
         honest.close()
     monkeypatch.setattr(replay, "PATIENCE_S", 0.1)
-    until(lambda: not events._replay._answers)
+    eventually(lambda: not events._replay._answers)
     for client in deaf:
         client.close(linger=0)
-    until(lambda: events._replay.turn() or events._replay.num_held_bytes == 0)
+    eventually(lambda: events._replay.turn() or events._replay.num_held_bytes == 0)
 
 
 def test_beyond_the_most_bytes_answers_wait_until_others_leave(start, ask, monkeypatch):
@@ -130,7 +124,7 @@ def test_beyond_the_most_bytes_answers_wait_until_others_leave(start, ask, monke
         store(events, i, 8000)
     events.snapshot()
     deaf = [ask() for _ in range(40)]
-    until(lambda: events._replay.num_held_bytes > 0.9 * 2**20)
+    eventually(lambda: events._replay.num_held_bytes > 0.9 * 2**20)
     time.sleep(0.3)
     assert events._replay.num_held_bytes <= 1 << 20
     late = ask()
@@ -161,10 +155,10 @@ def test_a_snapshot_replaces_batches_that_are_gone_during_an_answer(start, ask, 
         store(events, i, 4000)
     events.snapshot()
     client = ask()
-    until(lambda: events._replay._answers and next(iter(events._replay._answers.values())).next == 4)
+    eventually(lambda: events._replay._answers and next(iter(events._replay._answers.values())).next == 4)
     for i in range(200, 600):
         store(events, i)
-    until(lambda: events._replay._num_batches() == 600)
+    eventually(lambda: events._replay._num_batches() == 600)
     is_open.set()
     events.snapshot()
     numbers = read(client)
@@ -177,9 +171,9 @@ def test_a_client_that_leaves_ends_its_answer(start, ask):
     for i in range(100):
         store(events, i, 8000)
     client = ask()
-    until(lambda: events._replay._answers)
+    eventually(lambda: events._replay._answers)
     client.close(linger=0)
-    until(lambda: not events._replay._answers)
+    eventually(lambda: not events._replay._answers)
     assert read(ask()) == list(range(100))
 
 
@@ -190,12 +184,12 @@ def test_requests_beyond_the_most_are_not_heard_and_are_later(start, ask, monkey
         store(events, i, 8000)
     events.snapshot()
     deaf = [ask() for _ in range(3)]
-    until(lambda: len(events._replay._answers) == 3)
+    eventually(lambda: len(events._replay._answers) == 3)
     late = ask()
     assert not late.poll(300)
     for client in deaf:
         client.close(linger=0)
-    until(lambda: not events._replay._answers)
+    eventually(lambda: not events._replay._answers)
     late.send_multipart([b"", (0).to_bytes(8, "big")])
     assert read(late) == list(range(100))
 

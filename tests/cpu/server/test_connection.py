@@ -24,7 +24,8 @@ from shoal.server import run
 from shoal.server.http.connection import MAX_HEADER_BYTES, Connection
 from shoal.server.run import max_connections, open_ports
 from tests.certificates import write_certificate
-from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
+from tests.fake_server import FakeServer, engine_saying, post, read_until
+from tests.waiting import eventually
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 255}

@@ -21,7 +21,7 @@ import pytest
 from shoal.server import run
 from shoal.server.operator.admin import ADMIN_ROUTES
 from shoal.server.routes import PUBLIC_ROUTES
-from tests.fake_server import FakeServer, engine_saying, eventually, post
+from tests.fake_server import FakeServer, engine_saying, post
 from tests.http_shapes import (
     ADMIN_PATHS,
     BODIES,
@@ -33,6 +33,7 @@ from tests.http_shapes import (
     request_for,
     spoilt_json,
 )
+from tests.waiting import eventually
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
 CASES = int(os.environ.get("SHOAL_FUZZ_CASES", 20_000))

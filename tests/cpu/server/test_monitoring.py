@@ -16,7 +16,8 @@ from shoal.server.served.catalog import Catalog
 from shoal.server.served.external_model import ExternalModel
 from shoal.stats import KvLoans, KvTierStats, KvTransferStats, SleepState, Stats
 from shoal.telemetry.served import ServedTotals
-from tests.fake_server import FakeServer, engine_saying, eventually
+from tests.fake_server import FakeServer, engine_saying
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from shoal.server.http.keys import check_admin_port
 from shoal.server.http.request_log import RefusalLog
 from shoal.server.served.throughput import report_throughput
 from shoal.telemetry.logs import JsonFormatter, TextFormatter
-from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
+from tests.fake_server import FakeServer, engine_saying, post, read_until
+from tests.waiting import eventually
 
 SECRET = "the treasure lies under the old oak"
 MESSAGES = [{"role": "user", "content": SECRET}]

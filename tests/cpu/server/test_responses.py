@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from shoal.server.served.response_store import ResponseStore
-from tests.fake_server import FakeServer, eventually, tool_server
+from tests.fake_server import FakeServer, tool_server
+from tests.waiting import eventually
 
 CALL = (
     '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": '

@@ -12,7 +12,8 @@ from shoal.api import FinishReason, Output
 from shoal.config import ServerConfig
 from shoal.server.http.keys import key_environment, read_keys
 from shoal.server.routes import PUBLIC_ROUTES
-from tests.fake_server import FakeServer, eventually, post, read_until
+from tests.fake_server import FakeServer, post, read_until
+from tests.waiting import eventually
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "x"}]

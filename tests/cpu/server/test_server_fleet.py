@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from shoal.fake_engine import FakeEngine
-from tests.fake_server import NAME, FakeServer, eventually, ids_of, post
+from tests.fake_server import NAME, FakeServer, ids_of, post
+from tests.waiting import eventually
 
 
 class FleetLike(FakeEngine):

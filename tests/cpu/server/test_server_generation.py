@@ -12,16 +12,8 @@ from shoal.server.errors import ApiError
 from shoal.server.served.generation import Generation
 from shoal.server.served.model import LoadedModel, Prompt, ServedModel
 from shoal.telemetry.timeline import Timeline
-from tests.fake_server import (
-    END,
-    FakeServer,
-    byte_tokenizer,
-    engine_saying,
-    eventually,
-    ids_of,
-    post,
-    read_until,
-)
+from tests.fake_server import END, FakeServer, byte_tokenizer, engine_saying, ids_of, post, read_until
+from tests.waiting import eventually
 
 
 class EchoEngine(FakeEngine):

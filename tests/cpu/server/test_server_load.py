@@ -12,7 +12,8 @@ import pytest
 from shoal.fake_engine import FakeEngine
 from shoal.stats import SleepState, Stats
 from tests.certificates import write_certificate
-from tests.fake_server import NAME, FakeServer, engine_saying, eventually, ids_of, post, read_until
+from tests.fake_server import NAME, FakeServer, engine_saying, ids_of, post, read_until
+from tests.waiting import eventually
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a", "max_tokens": 255}

@@ -17,7 +17,8 @@ from shoal.telemetry.timeline import (
     Timeline,
     Timelines,
 )
-from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
+from tests.fake_server import FakeServer, engine_saying, post, read_until
+from tests.waiting import eventually
 
 SECRET = "the treasure lies under the old oak"
 COMPLETE = "/v1/completions"
