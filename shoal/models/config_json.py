@@ -119,8 +119,10 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
     names = names if isinstance(names, list) else [names]
     model_type = _text_model_type(config)
     for name in filter(lambda name: isinstance(name, str), names):
-        # Models for embeddings name the class below the head, such as MistralModel.
-        for hf_class in (name, name.removesuffix("Model") + "ForCausalLM"):
+        # Models for embeddings name the class below the head, such as MistralModel, and ERNIE 4.5's first
+        # files their own class Ernie4_5_ForCausalLM.
+        own_head = name.removesuffix("Model") + "ForCausalLM"
+        for hf_class in (name, own_head, name.replace("_ForCausalLM", "ForCausalLM")):
             if hf_class in BY_HF_CLASS:
                 return BY_HF_CLASS[hf_class]
         nested = [

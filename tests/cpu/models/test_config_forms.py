@@ -27,6 +27,7 @@ from shoal.weights.loader import is_draft
 from shoal.weights.safetensors import full_name, safetensors_headers
 from shoal.weights.source import resolve
 from tests import tiny
+from tests.tiny_families import write_family
 
 YARN = dict(rope_type="yarn", beta_fast=32.0, beta_slow=1.0)
 # inverse frequencies at 8, 12, 16 and the last one, and the factor on cosines and sines, of published models
@@ -333,3 +334,10 @@ def test_pairs_of_each_layer_are_moved_as_that_layer_rotates_them(root):
     unmoved, halves = ([*loaded.flatten()] for loaded in moved.values())
     assert unmoved == [*range(head_dim)]
     assert halves == [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+
+
+def test_the_first_class_of_ernie_is_read(root):
+    """Regression: baidu's first files name their own class, which llama.cpp's converter knows too."""
+    config = json.loads((write_family(root, "ernie") / "config.json").read_text())
+    expected = config_from_json(config, "tiny")
+    assert config_from_json(config | dict(architectures=["Ernie4_5_ForCausalLM"]), "tiny") == expected
