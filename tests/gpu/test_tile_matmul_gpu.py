@@ -180,7 +180,7 @@ def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
     for rows in (None, 1, 8, 40, 100, 300, 1600):  # an expert's, on average; None: one token
         tokens = 1 if rows is None else rows * num // top_k
         tiles = choose_expert_tiles(tokens * top_k, num, (hidden, size), (made, made), dtype, gpu_of(DEVICE))
-        kernels.add(tiles.kernel)
+        kernels.add((tiles.kernel, tiles.slots))
         x = (torch.randn(tokens, hidden, device=DEVICE) / 8).to(dtype)
         logits = torch.randn(tokens, num, device=DEVICE)
         logits[:, 0] += 2

@@ -481,13 +481,12 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
 class ExpertKernel(Enum):
     TILES = 0  # tile_matmul.py
     HOPPER = 1  # hopper_experts.py
-    MXFP4 = 2  # mxfp4_experts.py
-    MXFP4_SLOTS = 3  # hopper_mxfp4_slots.py
 
 
 class ExpertTiles(NamedTuple):
     """Tiles of an expert's two matmuls. `slots`: each slot is a block of rows of its own. Hopper's kernels
-    take nothing but the rows from them. `widened`: weights in MXFP4 become 16 bits before the matmul."""
+    take nothing but the rows from them. Weights in runs have kernels of their own (mxfp4_experts.py), unless
+    they are `widened`: then they become 16 bits before the matmul, which is `kernel`'s."""
 
     gate_up: RowTiles
     down: RowTiles
@@ -540,7 +539,6 @@ def choose_expert_tiles(
             block_rows = 128 if rows > 64 and tall else 64
     kernel, widened = ExpertKernel.TILES, False
     if formats[0].in_runs:
-        kernel = ExpertKernel.MXFP4_SLOTS if slots else ExpertKernel.MXFP4
         widened = rows >= gpu.limits.widened_expert_rows and _is_for_hopper_experts(rows, sizes, dtype, gpu)
         if widened:
             kernel, block_rows = ExpertKernel.HOPPER, 128

@@ -175,13 +175,12 @@ def test_mxfp4_in_runs_of_very_many_rows_is_widened_on_a_measured_gpu() -> None:
         dict(rows=least, sizes=(2080, 768)),
     ):
         tiles = _chosen(formats=(RUNS, RUNS), **options)
-        assert tiles.kernel is ExpertKernel.MXFP4 and not tiles.widened, options
+        assert not tiles.widened and not tiles.slots, options
 
 
 def test_few_slots_in_runs_are_not_sorted() -> None:
-    tiles = choose_expert_tiles(8, 32, (2880, 2880), (RUNS, RUNS), BF16, HOPPER)
-    assert tiles.slots and tiles.kernel is ExpertKernel.MXFP4_SLOTS
-    assert choose_expert_tiles(9, 32, (2880, 2880), (RUNS, RUNS), BF16, HOPPER).kernel is ExpertKernel.MXFP4
+    assert choose_expert_tiles(8, 32, (2880, 2880), (RUNS, RUNS), BF16, HOPPER).slots
+    assert not choose_expert_tiles(9, 32, (2880, 2880), (RUNS, RUNS), BF16, HOPPER).slots
 
 
 @pytest.mark.parametrize(
