@@ -3,7 +3,7 @@ parameter."""
 
 from __future__ import annotations
 
-from shoal.server.errors import ApiError
+from shoal.errors import RequestError
 from shoal.server.http.exchange import Exchange
 
 Query = dict[str, list[str]]
@@ -13,10 +13,9 @@ def query_of(exchange: Exchange, known: tuple[str, ...]) -> Query:
     """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
     query = exchange.query()
     if unknown := [name for name in query if name not in known]:
-        raise ApiError(
-            400,
+        raise RequestError(
             f"unknown parameter {unknown[0]!r:.40}; {exchange.path} takes {', '.join(known)}",
-            param=unknown[0][:40],
+            field=unknown[0][:40],
         )
     return query
 
@@ -25,8 +24,8 @@ def one_of(query: Query, name: str, default: str = "") -> str:
     """Returns the value of a parameter that may be given once."""
     values = query.get(name, [default])
     if len(values) > 1:
-        raise ApiError(
-            400, f"{name} must be given once, got it {len(values)} times; drop the others", param=name
+        raise RequestError(
+            f"{name} must be given once, got it {len(values)} times; drop the others", field=name
         )
     return values[0]
 
@@ -36,5 +35,5 @@ def count_of(query: Query, name: str, most: int) -> int:
     text = one_of(query, name, str(most))
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(most)) else 0
     if not 1 <= number <= most:
-        raise ApiError(400, f"{name} must be from 1 to {most}, got {text!r:.40}; choose one", param=name)
+        raise RequestError(f"{name} must be from 1 to {most}, got {text!r:.40}; choose one", field=name)
     return number

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from shoal.control import COMMANDS, AdminRoute, Command
+from shoal.errors import RequestError
 from shoal.server.apis.protocol import UpdateWeightsRequest
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.query import Query, one_of, query_of
 from shoal.server.http.route import Handler, Route
@@ -51,11 +51,11 @@ def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
             try:
                 arguments[field.name] = msgspec.convert(value, field.type, strict=False)
             except msgspec.ValidationError as error:
-                raise ApiError(
-                    400, f"{field.name} {value!r:.40} cannot be read: {error}", param=field.name
+                raise RequestError(
+                    f"{field.name} {value!r:.40} cannot be read: {error}", field=field.name
                 ) from None
         elif field.required:
-            raise ApiError(400, f"{field.name} is missing; give it in the URL's query", param=field.name)
+            raise RequestError(f"{field.name} is missing; give it in the URL's query", field=field.name)
     return kind(**arguments)
 
 
@@ -100,10 +100,9 @@ def checkpoint_of(exchange: Exchange) -> str:
     """Returns the checkpoint that the body names: a folder, a file, or a model's name. Raises ApiError."""
     request = exchange.decode(UpdateWeightsRequest)
     if (request.path is None) == (request.model is None):
-        raise ApiError(
-            400,
+        raise RequestError(
             "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name",
-            param="path",
+            field="path",
         )
     return request.path or request.model or ""
 
@@ -124,11 +123,10 @@ def _below(profile_dir: str, name: str) -> str:
         or name.startswith(("/", "~"))
         or ".." in parts
     ):
-        raise ApiError(
-            400,
+        raise RequestError(
             f"folder must be below the server's --profile-dir ({profile_dir}), got {name!r:.100}; give a "
             f"relative path of at most {MOST_FOLDER_CHARACTERS} printable characters",
-            param="folder",
+            field="folder",
         )
     return str(Path(profile_dir, *parts))
 

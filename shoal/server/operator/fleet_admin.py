@@ -23,6 +23,7 @@ from shoal.control import (
     UpdateWeights,
     WakeUp,
 )
+from shoal.errors import RequestError
 from shoal.fleet_api import CommandResults, FleetControl
 from shoal.server.apis.protocol import UpdateWeightsRequest
 from shoal.server.errors import ApiError, to_api_error
@@ -59,9 +60,8 @@ def _handler(fleet: FleetControl, verb: _Verb) -> Handler:
         query = query_of(exchange, (*verb.fields, *TARGET))
         names = [name for value in query.get("workers", []) for name in value.split(",") if name]
         if "workers" in query and not names:
-            raise ApiError(
-                400,
-                "workers must name at least one, got nothing; write ?workers=a,b, or leave it out for all",
+            raise RequestError(
+                "workers must name at least one, got nothing; write ?workers=a,b, or leave it out for all"
             )
         found = await fleet.command(
             verb.make(exchange, query),
@@ -98,7 +98,7 @@ async def _answer(exchange: Exchange, found: CommandResults, verb: _Verb) -> Non
 
 def _is_true(value: str, name: str) -> bool:
     if value not in ("true", "false", "1", "0"):
-        raise ApiError(400, f"{name} must be true or false, got {value!r:.40}", param=name)
+        raise RequestError(f"{name} must be true or false, got {value!r:.40}", field=name)
     return value in ("true", "1")
 
 

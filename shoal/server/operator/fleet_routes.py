@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import RequestError
 from shoal.fleet_api import FleetControl
 from shoal.fleet_views import Selected
-from shoal.server.errors import ApiError
 from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Route
@@ -113,10 +113,9 @@ class FleetRoutes:
     async def _change_workers(self, exchange: Exchange) -> None:
         request = exchange.decode(WorkersRequest)
         if len(request.add) + len(request.remove) > MANY:
-            raise ApiError(
-                400,
+            raise RequestError(
                 f"add and remove must name at most {MANY} workers, got "
-                f"{len(request.add) + len(request.remove)}; send several requests",
+                f"{len(request.add) + len(request.remove)}; send several requests"
             )
         added = await self._fleet.change_workers(request.add, request.remove)
         await exchange.json(WorkersChanged(added, request.remove))
@@ -152,12 +151,11 @@ async def _token_ids(models: Catalog, request: SelectRequest) -> list[int]:
         )
         token_ids = prompt.token_ids
     else:
-        raise ApiError(400, "prompt is missing; give token_ids, prompt or messages", param="prompt")
+        raise RequestError("prompt is missing; give token_ids, prompt or messages", field="prompt")
     wrong = next((i for i in token_ids if not 0 <= i < model.loaded.vocab_size), None)
     if wrong is not None:
-        raise ApiError(
-            400,
+        raise RequestError(
             f"token_ids must be from 0 to {model.loaded.vocab_size - 1} for {model.name}, got {wrong}",
-            param="token_ids",
+            field="token_ids",
         )
     return token_ids

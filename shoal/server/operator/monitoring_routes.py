@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from shoal.errors import RequestError
 from shoal.fleet_views import FleetView
-from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.query import one_of, query_of
 from shoal.server.http.route import Route
@@ -22,8 +22,8 @@ async def _fleet(exchange: Exchange) -> None:
         except ValueError:
             since = math.nan
         if not math.isfinite(since):
-            raise ApiError(
-                400, f"since must be a number, got {text!r:.100}; give seconds since 1970", param="since"
+            raise RequestError(
+                f"since must be a number, got {text!r:.100}; give seconds since 1970", field="since"
             )
     await exchange.json(await exchange.context.monitor.view(since, one_of(query, "worker") or None))
 
