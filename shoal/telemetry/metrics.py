@@ -67,6 +67,23 @@ HTTP_SECONDS_FINE = _bounds(
 )
 
 
+Row = tuple[Sequence[str], float]  # the values of the labels, and the number
+
+
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
 class Histogram:
     """Counts of observed values by bucket, and their sum. `buckets` are the upper bounds that Prometheus
     sees; values are counted by `bounds`, which has all of them."""
@@ -154,21 +171,7 @@ class ModelMetrics:
         self.longest = Histogram(
             "request_max_num_generation_tokens", "Tokens of the longest of n answers, by prompt.", sizes
         )
-        self.histograms = (
-            self.first_token,
-            self.between_tokens,
-            self.per_token,
-            self.whole,
-            self.queue,
-            self.prefill,
-            self.inference,
-            self.decode,
-            self.prompt_sizes,
-            self.answer_sizes,
-            self.max_tokens,
-            self.answers,
-            self.longest,
-        )
+        self.histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
 
     def begin(self, request: Request) -> RequestTimes:
         return RequestTimes(self, request)
@@ -193,74 +196,63 @@ class ModelMetrics:
         yield from self._requests(stats)
 
     def _load(self, stats: Stats, is_up: bool) -> Iterable[Metric]:
-        up = GaugeMetricFamily("shoal:engine_up", "1 while the engine lives, 0 once it died.", labels=LABELS)
-        yield self._one(up, float(is_up))
+        yield self._gauge("shoal:engine_up", "1 while the engine lives, 0 once it died.", float(is_up))
         for name, text, value in (
             ("num_requests_running", "Requests that are being computed.", stats.num_running),
             ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage),
         ):
-            yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
+            yield self._gauge("vllm:" + name, text, value)
         if stats.kv_groups:
-            groups = GaugeMetricFamily(
+            windows = ["full" if group.window is None else str(group.window) for group in stats.kv_groups]
+            shares = [group.used_blocks / stats.num_blocks for group in stats.kv_groups]
+            yield gauge(
                 "shoal:kv_cache_usage_perc_by_group",
                 "Share of the KV cache that holds blocks of this group of layers.",
-                labels=(*LABELS, "group", "window"),
+                (*LABELS, "group", "window"),
+                [((*self.labels, str(g), windows[g]), share) for g, share in enumerate(shares)],
             )
-            for g, group in enumerate(stats.kv_groups):
-                window = "full" if group.window is None else str(group.window)
-                groups.add_metric((*self.labels, str(g), window), group.used_blocks / stats.num_blocks)
-            yield groups
         if stats.num_snapshots or stats.num_free_snapshots:
-            snapshots = GaugeMetricFamily(
+            yield self._gauges(
                 "shoal:state_snapshots",
                 "Snapshots of states that prompts may continue from (kept); as many as there is room for if "
                 "nothing else is cached (room).",
-                labels=(*LABELS, "which"),
+                "which",
+                {"kept": stats.num_snapshots, "room": stats.num_free_snapshots},
             )
-            snapshots.add_metric((*self.labels, "kept"), stats.num_snapshots)
-            snapshots.add_metric((*self.labels, "room"), stats.num_free_snapshots)
-            yield snapshots
-        waiting = GaugeMetricFamily(
+        yield self._gauges(
             "vllm:num_requests_waiting_by_reason",
             "Requests that wait for room (capacity), or for a grammar, a store or a "
             "model that sleeps (deferred).",
-            labels=(*LABELS, "reason"),
+            "reason",
+            {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred},
         )
-        waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
-        waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
-        yield waiting
 
     def _state(self, stats: Stats, sleeping_level: int | None) -> Iterable[Metric]:
         """Yields the settings, the estimates and the sleep of the engine."""
-        cache = GaugeMetricFamily(
+        yield gauge(
             "vllm:cache_config_info",
             "The KV cache's settings, in labels.",
-            labels=(*LABELS, *self.cache_config),
+            (*LABELS, *self.cache_config),
+            [((*self.labels, *self.cache_config.values()), 1.0)],
         )
-        cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
-        yield cache
-        for name, text, value in (
-            (
-                "decode_step_seconds_estimate",
-                "Seconds a step with the decodes of now takes, as measured; 0: no target_itl_ms.",
-                stats.decode_step_s,
-            ),
-            (
-                "prompt_token_seconds_estimate",
-                "Seconds a prompt token adds to such a step, as measured; 0: no target_itl_ms.",
-                stats.prompt_token_s,
-            ),
-        ):
-            yield self._one(GaugeMetricFamily("shoal:" + name, text, labels=LABELS), value)
-        state = GaugeMetricFamily(
+        yield self._gauge(
+            "shoal:decode_step_seconds_estimate",
+            "Seconds a step with the decodes of now takes, as measured; 0: no target_itl_ms.",
+            stats.decode_step_s,
+        )
+        yield self._gauge(
+            "shoal:prompt_token_seconds_estimate",
+            "Seconds a prompt token adds to such a step, as measured; 0: no target_itl_ms.",
+            stats.prompt_token_s,
+        )
+        levels = {"awake": (None, 0), "weights_offloaded": (1,), "discard_all": (2,)}
+        yield self._gauges(
             "vllm:engine_sleep_state",
             "Whether the engine is awake, or asleep at level 1 or 2.",
-            labels=(*LABELS, "sleep_state"),
+            "sleep_state",
+            {name: int(sleeping_level in own) for name, own in levels.items()},
         )
-        for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
-            state.add_metric((*self.labels, name), int(sleeping_level in levels))
-        yield state
 
     def _counts(self, stats: Stats, refused: int) -> Iterable[Metric]:
         for name, text, value in (
@@ -294,16 +286,14 @@ class ModelMetrics:
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("admission_rejections", "Requests refused as the queue was full.", refused),
         ):
-            yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
+            yield self._counter("vllm:" + name, text, value)
 
     def _requests(self, stats: Stats) -> Iterable[Metric]:
         """Yields how requests ended, their times and lengths, and the lengths of steps."""
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason")
+        ended = {str(reason): count for reason, count in self.finished.items()}
+        yield self._counters(
+            "vllm:request_success", "Requests that ended, by reason.", "finished_reason", ended
         )
-        for reason, count in self.finished.items():
-            ended.add_metric((*self.labels, str(reason)), count)
-        yield ended
         for histogram in self.histograms:
             yield histogram.family(self.labels)
         steps = Histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
@@ -312,66 +302,68 @@ class ModelMetrics:
 
     def _tiers(self, stats: Stats) -> Iterable[Metric]:
         """Yields the metrics of KV blocks below the device."""
-        dropped = CounterMetricFamily(
-            "shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS
+        yield self._counter(
+            "shoal:kv_dropped_blocks",
+            "KV blocks that left the device and are kept nowhere.",
+            stats.kv_dropped_blocks,
         )
-        yield self._one(dropped, stats.kv_dropped_blocks)
-        compute = GaugeMetricFamily(
+        yield self._gauge(
             "shoal:kv_compute_seconds_per_block",
             "Seconds to compute a KV block of a prompt, as measured lately.",
-            labels=LABELS,
+            stats.kv_compute_seconds_per_block,
         )
-        yield self._one(compute, stats.kv_compute_seconds_per_block)
-        for family, texts in ((GaugeMetricFamily, TIER_GAUGES), (CounterMetricFamily, TIER_COUNTERS)):
+        for made, texts in ((self._gauges, TIER_GAUGES), (self._counters, TIER_COUNTERS)):
             for name, text in texts.items():
                 values = {tier: getattr(one, name) for tier, one in stats.kv_tiers.items()}
-                yield self._by("kv_tier_" + name, text, "tier", values, family)
+                yield made("shoal:kv_tier_" + name, text, "tier", values)
 
     def _peers(self, stats: Stats) -> Iterable[Metric]:
         """Yields the metrics of KV blocks that are exchanged with other workers, if any are."""
         loans, reads = stats.kv_loans, stats.kv_transfers
         if loans is not None:
-            for name, text, value in (
-                ("offers", "Prompts whose KV blocks are held for other workers.", loans.offers),
-                ("held_blocks", "KV blocks that are held for other workers.", loans.held_blocks),
+            for made, name, text, value in (
+                (self._gauge, "offers", "Prompts whose KV blocks are held for other workers.", loans.offers),
+                (self._gauge, "held_blocks", "KV blocks that are held for other workers.", loans.held_blocks),
+                (
+                    self._counter,
+                    "blocks_out",
+                    "KV blocks that other workers have read here.",
+                    loans.blocks_out,
+                ),
+                (
+                    self._counter,
+                    "bytes_out",
+                    "Bytes of KV blocks that other workers have read here.",
+                    loans.bytes_out,
+                ),
             ):
-                yield self._one(GaugeMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
-            for name, text, value in (
-                ("blocks_out", "KV blocks that other workers have read here.", loans.blocks_out),
-                ("bytes_out", "Bytes of KV blocks that other workers have read here.", loans.bytes_out),
-            ):
-                yield self._one(CounterMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
-            yield self._by(
-                "kv_loan_ended", "Prompts no longer held for other workers, by how.", "how", loans.ended
-            )
+                yield made("shoal:kv_loan_" + name, text, value)
+            text = "Prompts no longer held for other workers, by how."
+            yield self._counters("shoal:kv_loan_ended", text, "how", loans.ended)
         if reads:
             for name, text, values in (
                 ("blocks", "KV blocks read from other workers.", {k: one.blocks for k, one in reads.items()}),
                 ("bytes", "Bytes of these.", {k: one.num_bytes for k, one in reads.items()}),
                 ("seconds", "Seconds that the reads took.", {k: one.seconds for k, one in reads.items()}),
             ):
-                yield self._by("kv_transfer_" + name, text, "transport", values)
+                yield self._counters("shoal:kv_transfer_" + name, text, "transport", values)
         if stats.kv_transfer_failures:
             text = "Requests that computed KV blocks which another worker had, by what went wrong."
-            yield self._by("kv_transfer_failures", text, "kind", stats.kv_transfer_failures)
+            yield self._counters("shoal:kv_transfer_failures", text, "kind", stats.kv_transfer_failures)
 
-    def _by(
-        self,
-        name: str,
-        text: str,
-        label: str,
-        values: Mapping[str, float],
-        family: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
-    ) -> Metric:
-        """A metric with a value for each value of a label."""
-        found = family("shoal:" + name, text, labels=(*LABELS, label))
-        for key, value in values.items():
-            found.add_metric((*self.labels, key), value)
-        return found
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return gauge(name, text, LABELS, [(self.labels, value)])
 
-    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        family.add_metric(self.labels, value)
-        return family
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return counter(name, text, LABELS, [(self.labels, value)])
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A value for each value of a label."""
+        return gauge(name, text, (*LABELS, label), [((*self.labels, k), v) for k, v in values.items()])
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A count for each value of a label."""
+        return counter(name, text, (*LABELS, label), [((*self.labels, k), v) for k, v in values.items()])
 
 
 class DraftCounts:
@@ -407,17 +399,13 @@ class DraftCounts:
             ("draft_tokens", "Drafts that were verified.", self.num_verified),
             ("accepted_tokens", "Drafts that became tokens of answers.", self.num_accepted),
         ):
-            family = CounterMetricFamily("vllm:spec_decode_num_" + name, text, labels=LABELS)
-            family.add_metric(labels, value)
-            yield family
-        places = CounterMetricFamily(
+            yield counter("vllm:spec_decode_num_" + name, text, LABELS, [(labels, value)])
+        yield counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that became tokens of answers, by their place among the drafts of a step.",
-            labels=(*LABELS, "position"),
+            (*LABELS, "position"),
+            [((*labels, str(position)), count) for position, count in enumerate(self.by_place)],
         )
-        for position, count in enumerate(self.by_place):
-            places.add_metric((*labels, str(position)), count)
-        yield places
 
 
 class RequestTimes:
@@ -508,14 +496,12 @@ class HttpMetrics:
         self._all.observe(seconds)
 
     def collect(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(
+        yield counter(
             "http_requests",
             "Requests, by method, status and handler.",
-            labels=("method", "status", "handler"),
+            ("method", "status", "handler"),
+            self._requests.items(),
         )
-        for key, count in self._requests.items():
-            requests.add_metric(key, count)
-        yield requests
         durations = HistogramMetricFamily(
             "http_request_duration_seconds",
             "Seconds a request took, by method and handler.",

@@ -30,9 +30,8 @@ from shoal.control import (
 )
 from shoal.engine.core import EngineCore
 from shoal.engine.process.core_main import CoreLoop, Outbox
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RequestError
 from shoal.fake_engine import FakeEngine
-from shoal.server.errors import ApiError
 from shoal.server.operator.admin import ADMIN_ROUTES, command_of
 from shoal.stats import MemoryReport, SleepState
 from shoal.wire import (
@@ -170,9 +169,9 @@ def test_a_query_becomes_a_command():
         (Sleep, {"mode": ["wait", "keep"]}, "mode"),
         (StartProfile, {}, "folder"),
     ):
-        with pytest.raises(ApiError, match=param) as error:
+        with pytest.raises(RequestError, match=param) as error:
             command_of(kind, wrong)
-        assert error.value.status == 400 and error.value.param == param
+        assert error.value.field == param
 
 
 def test_json_may_leave_out_what_has_a_default():

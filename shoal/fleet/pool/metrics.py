@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from shoal.fleet.external.forwarder import ExternalForwarder
 from shoal.fleet.index.event_feed import EventFeed
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.worker import Worker
 from shoal.fleet_views import PlannerView, WorkerState, WorkerView
+from shoal.telemetry.metrics import Row, counter, gauge
 
 OF_MODEL = ("model_name",)
 OF_WORKER = ("worker_id", "model_name")
-Row = tuple[Sequence[str], float]
 
 
 def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
@@ -241,20 +241,6 @@ def one_gauge(name: str, text: str, value: float) -> Metric:
 
 def one_counter(name: str, text: str, value: float) -> Metric:
     return counter(name, text, (), [([], value)])
-
-
-def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
-
-
-def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
 
 
 def planner_metrics(view: PlannerView) -> Iterable[Metric]:
