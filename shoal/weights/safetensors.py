@@ -44,6 +44,7 @@ PREFIXES = {
     "model.embeddings.": "model.embed_tokens.",
     "model.norm_f.": "model.norm.",
     "backbone.": "model.",
+    "model.blocks.": "model.layers.",  # Kimi K2.5 as transformers writes it
 }
 # Scales of keys or values (kv_scales.py), which no layer loads.
 KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kvq]|kv)_scale")

@@ -245,6 +245,8 @@ def test_an_unknown_text_model_is_refused_by_name(tmp_path):
         ("language_model.model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("language_model.layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
+        # Regression: transformers renames the layers of Kimi K2.5's text model when it writes them
+        ("language_model.model.blocks.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
         ("lm_head.weight", "lm_head.weight"),
         ("layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
     ],
