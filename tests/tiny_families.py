@@ -516,6 +516,19 @@ FAMILIES["gemma4-unified"] = (
     gemma4_names,
 )
 TWO_HEAD_SIZES = ("gemma4", "gemma4-bias", "gemma4-shared", "gemma4-experts", "gemma4-unified")
+FAMILIES["llama4-two-experts"] = (
+    "Llama4TextConfig",
+    dict(
+        head_dim=16,
+        num_hidden_layers=2,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        no_rope_layers=[],
+        attention_chunk_size=256,
+    ),
+    None,
+)
 FAMILIES["llama4"] = (
     "Llama4TextConfig",
     dict(

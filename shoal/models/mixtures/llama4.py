@@ -29,11 +29,6 @@ def layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    if (chosen := fields.count("num_experts_per_tok")) != 1:
-        raise CheckpointError(
-            f"{fields.where}: num_experts_per_tok must be 1 for this architecture, got {chosen}; an expert's "
-            "input is scaled by its score"
-        )
     scaling = None
     if fields.get("attn_temperature_tuning"):
         scaling = QueryScaling(fields.number("attn_scale"), fields.count("floor_scale"), offset=1)
@@ -52,7 +47,7 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    router = Router(chosen, scores="chosen")
+    router = Router(fields.count("num_experts_per_tok"), scores="chosen")
     experts = ExpertsKind(fields.count("num_experts"), size, router, shared=SharedExpert(size))
     return with_experts(config, sparse_layers(fields, config.num_layers), experts)
 
