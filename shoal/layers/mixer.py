@@ -24,8 +24,14 @@ def mixer_shape(kind: AttentionKind | LatentKind, tp_size: int) -> AttentionShap
 
 
 def build_mixer(
-    config: ModelConfig, kind: MixerKind, tp: TensorParallel, ops: Ops, backends: Backends
+    config: ModelConfig,
+    kind: MixerKind,
+    tp: TensorParallel,
+    ops: Ops,
+    backends: Backends,
+    attention_class: type[Attention] | None = None,
 ) -> nn.Module:
+    """`attention_class`: of an AttentionKind, in place of Attention and GatedAttention."""
     if isinstance(kind, ChannelDeltaKind):
         return KimiDelta(config, kind, tp, ops)
     if isinstance(kind, DeltaKind):
@@ -36,5 +42,5 @@ def build_mixer(
         return ShortConv(config, kind, tp, ops)
     if isinstance(kind, LatentKind):
         return LatentAttention(config, kind, tp, ops, backends)
-    attention = Attention if kind.gate is None else GatedAttention
+    attention = attention_class or (Attention if kind.gate is None else GatedAttention)
     return attention(config, kind, tp, ops, backends)

@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.attention.backend import Backends
 from shoal.kernels.ops import Ops
+from shoal.layers.attention import Attention
 from shoal.layers.experts import MoE
 from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.mixer import build_mixer
@@ -25,12 +26,14 @@ class DecoderLayer(nn.Module):
     are one kernel. On several ranks it is each rank's part of what is to be added.
     """
 
+    attention_class: type[Attention] | None = None  # None: as `build_mixer` chooses
+
     def __init__(
         self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
     ) -> None:
         super().__init__()
         assert kind.mixer is not None and kind.has_mlp
-        self.self_attn = build_mixer(config, kind.mixer, tp, ops, backends)
+        self.self_attn = build_mixer(config, kind.mixer, tp, ops, backends, self.attention_class)
         experts = kind.experts
         self.mlp = MLP(config, tp, ops) if experts is None else MoE(config, experts, tp, ops)
         self.input_layernorm = build_norm(config, config.hidden_size, ops, tp)

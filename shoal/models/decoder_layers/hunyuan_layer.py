@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.attention.backend import Backends
-from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.layer_step import CacheStep, Stream
-from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 
 
@@ -27,9 +23,4 @@ class HunyuanAttention(Attention):
 
 
 class HunyuanLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
-    ) -> None:
-        super().__init__(config, kind, tp, ops, backends)
-        assert isinstance(kind.mixer, AttentionKind)
-        self.self_attn = HunyuanAttention(config, kind.mixer, tp, ops, backends)
+    attention_class = HunyuanAttention

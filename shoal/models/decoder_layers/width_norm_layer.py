@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.attention.backend import Backends
-from shoal.kernels.ops import Ops
 from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.norm import RMSNorm
-from shoal.layers.parallel import TensorParallel
-from shoal.model_config import AttentionKind, LayerKind, ModelConfig
 from shoal.models.decoder_layers.decoder_layer import DecoderLayer
 from shoal.models.decoder_layers.olmo2_layer import Olmo2Attention
 
@@ -27,9 +23,4 @@ class WidthNormAttention(Olmo2Attention):
 
 
 class WidthNormLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops, backends: Backends
-    ) -> None:
-        super().__init__(config, kind, tp, ops, backends)
-        assert isinstance(kind.mixer, AttentionKind)
-        self.self_attn = WidthNormAttention(config, kind.mixer, tp, ops, backends)
+    attention_class = WidthNormAttention
