@@ -45,3 +45,7 @@ class MLP(nn.Module):
             x_TD, residual_TD, self.gate_up_proj, activation=self.activation, reader=self.down_proj
         )
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
+
+    def whole(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Returns the result for the normed input, summed over the ranks."""
+        return self.down_proj(self.gate_up_proj.gated(normed_TD, self.activation, self.down_proj))

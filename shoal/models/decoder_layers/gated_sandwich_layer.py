@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from shoal.kernels.ops import Ops
 from shoal.layers.experts import MoE
 from shoal.layers.gated_attention import GatedAttention
 from shoal.layers.layer_step import CacheStep, Stream
+from shoal.layers.mlp import MLP
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import LayerKind, ModelConfig
 from shoal.models.decoder_layers.sandwich_layer import SandwichLayer
@@ -19,7 +19,7 @@ class GatedSandwichLayer(SandwichLayer):
 
     self_attn: GatedAttention
 
-    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> nn.Module:
+    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> MLP | MoE:
         if kind.experts is None:
             return super().build_mlp(config, kind, tp, ops)
         return MoE(config, kind.experts, tp, ops)
@@ -34,6 +34,3 @@ class GatedSandwichLayer(SandwichLayer):
             return None, residual
         self.feed_forward(attention.o_proj(attention.gated(out, normed_TD, step.select_S)), residual)
         return None, residual
-
-    def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
-        return self.mlp.whole(normed_TD) if isinstance(self.mlp, MoE) else super().run_mlp(normed_TD)

@@ -132,13 +132,13 @@ class Gemma4Layer(SandwichLayer):
         beside, before, behind = self.beside, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if beside is None:
             normed = add_normed(attended_TD, self.post_attention_layernorm, residual_TD, before)
-            hidden, mixed = self.run_mlp(cast(torch.Tensor, normed)), None
+            hidden, mixed = self.mlp.whole(cast(torch.Tensor, normed)), None
         else:
             following = before.weight, beside.router_norm.weight, beside.pre_feedforward_layernorm_2.weight
             normed, *inner = self.ops.fork_norms(
                 attended_TD, self.post_attention_layernorm.weight, residual_TD, following, before.eps
             )
-            hidden, mixed = self.run_mlp(normed), beside(*inner)
+            hidden, mixed = self.mlp.whole(normed), beside(*inner)
         self._join(hidden, mixed, behind, residual_TD, is_last=self.per_layer is None)
 
     def _join(

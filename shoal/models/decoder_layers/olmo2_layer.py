@@ -90,7 +90,7 @@ class Olmo2Layer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         qkv = attention.qkv_proj(residual_TD)
         if isinstance(attention, Olmo2Attention):
             qkv = attention.normed(qkv)
@@ -98,7 +98,7 @@ class Olmo2Layer(nn.Module):
         if out is None:
             return None, residual
         residual.add_(self.post_attention_layernorm(attention.o_proj(out)))
-        hidden = mlp.down_proj(mlp.gate_up_proj.gated(residual, mlp.activation, mlp.down_proj))
+        hidden = self.mlp.whole(residual)
         return None, residual.add_(self.post_feedforward_layernorm(hidden))
 
 

@@ -30,7 +30,7 @@ class ParallelLayer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
         """Takes and returns what DecoderLayer.forward does."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         normed_TD = self.input_layernorm.add(x_TD, residual_TD)
         qkv = attention.qkv_proj(normed_TD)
         out, residual = attention.attend(qkv, residual_TD, step)
@@ -38,5 +38,5 @@ class ParallelLayer(nn.Module):
             return None, residual
         if step.select_S is not None:
             normed_TD = normed_TD[step.select_S]
-        hidden = mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))
+        hidden = self.mlp.whole(normed_TD)
         return None, residual.add_(attention.o_proj(out)).add_(hidden)

@@ -10,6 +10,7 @@ from torch import nn
 from shoal.attention.backend import Backends
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
+from shoal.layers.experts import MoE
 from shoal.layers.layer_step import CacheStep, Stream
 from shoal.layers.mixer import build_mixer
 from shoal.layers.mlp import MLP
@@ -35,7 +36,7 @@ class SandwichLayer(nn.Module):
         self.pre_feedforward_layernorm = build_norm(config, size, ops)
         self.post_feedforward_layernorm = build_norm(config, size, ops)
 
-    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> nn.Module:
+    def build_mlp(self, config: ModelConfig, kind: LayerKind, tp: TensorParallel, ops: Ops) -> MLP | MoE:
         return MLP(config, tp, ops)
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: CacheStep) -> Stream:
@@ -53,10 +54,5 @@ class SandwichLayer(nn.Module):
         normed = add_normed(
             attended_TD, self.post_attention_layernorm, residual_TD, self.pre_feedforward_layernorm
         )
-        hidden = self.run_mlp(cast(torch.Tensor, normed))
+        hidden = self.mlp.whole(cast(torch.Tensor, normed))
         add_normed(hidden, self.post_feedforward_layernorm, residual_TD)
-
-    def run_mlp(self, normed_TD: torch.Tensor) -> torch.Tensor:
-        mlp = self.mlp
-        assert isinstance(mlp, MLP)
-        return mlp.down_proj(mlp.gate_up_proj.gated(normed_TD, mlp.activation, mlp.down_proj))
