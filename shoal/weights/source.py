@@ -70,6 +70,8 @@ class CheckpointFiles:
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
+            if (self.folder / "adapter_config.json").exists():
+                way_out = "it holds an adapter (adapter_config.json): merge it into its model's weights"
             raise CheckpointError(
                 f"{self.folder} holds no config.json, so it can't be a Hugging Face model; {way_out}"
             )

@@ -412,6 +412,12 @@ def test_a_missing_or_damaged_config_is_refused_with_the_folder(content, words, 
     assert words in str(error.value) and str(tmp_path) in str(error.value)
 
 
+def test_the_folder_of_an_adapter_is_refused_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds an adapter \(adapter_config\.json\): merge it"):
+        resolve(str(tmp_path)).check()
+
+
 def test_a_model_that_cannot_run_is_named_before_its_tokenizer_is_missed(folder):
     """Regression: a folder of an unsupported model without tokenizer.json was asked for that file."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["MambaForCausalLM"]}))
