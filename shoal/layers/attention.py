@@ -11,7 +11,7 @@ from shoal.attention.backend import AttentionShape, Backends
 from shoal.kernels.ops import Ops
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.layer_step import CacheStep, Stream
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import build_head_norm
 from shoal.layers.parallel import TensorParallel
@@ -51,15 +51,7 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             replicas=(1, replicas, replicas) if kind.kv_layer is None else (1,),
         )
-        self.o_proj = Linear(
-            kind.num_heads * n,
-            {"o_proj": config.hidden_size},
-            tp,
-            ops,
-            split="rows",
-            bias=config.o_bias,
-            multiplier=config.residual_multiplier,
-        )
+        self.o_proj = output_linear(config, "o_proj", kind.num_heads * n, tp, ops, config.o_bias)
         self.q_norm = build_head_norm(config, kind, ops)
         self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
         self.sinks = HeadNumbers(kind.num_heads, tp) if kind.sinks else None

@@ -19,7 +19,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.kinds.latent import LatentKind
 from shoal.layers.layer_step import CacheStep, Stream
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -59,15 +59,7 @@ class LatentAttention(nn.Module):
         )
         self.kv_a_layernorm = RMSNorm(kind.kv_lora_rank, LATENT_EPS, ops)
         self.kv_b_proj = HeadMatrices(kind, tp)
-        self.o_proj = Linear(
-            kind.num_heads * kind.v_head_dim,
-            {"o_proj": config.hidden_size},
-            tp,
-            ops,
-            split="rows",
-            bias=kind.bias,
-            multiplier=config.residual_multiplier,
-        )
+        self.o_proj = output_linear(config, "o_proj", kind.num_heads * kind.v_head_dim, tp, ops, kind.bias)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: CacheStep

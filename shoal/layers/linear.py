@@ -15,6 +15,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.parallel import TensorParallel
+from shoal.model_config import ModelConfig
 
 
 class Linear(MatrixLayer):
@@ -120,3 +121,11 @@ class Linear(MatrixLayer):
         """activation(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It
         comes as `reader` wants it, the layer that takes it next."""
         return self.format.gated(x_TI, self.bias, activation, None if reader is None else reader.format)
+
+
+def output_linear(
+    config: ModelConfig, name: str, in_features: int, tp: TensorParallel, ops: Ops, bias: bool = False
+) -> Linear:
+    """The matmul at the end of a mixer or an MLP, whose result is added to the residual."""
+    parts, multiplier = {name: config.hidden_size}, config.residual_multiplier
+    return Linear(in_features, parts, tp, ops, split="rows", bias=bias, multiplier=multiplier)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -28,15 +28,7 @@ class MLP(nn.Module):
             split="columns",
             bias=config.mlp_bias,
         )
-        self.down_proj = Linear(
-            size,
-            {"down_proj": config.hidden_size},
-            tp,
-            ops,
-            split="rows",
-            bias=config.mlp_bias,
-            multiplier=config.residual_multiplier,
-        )
+        self.down_proj = output_linear(config, "down_proj", size, tp, ops, config.mlp_bias)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm

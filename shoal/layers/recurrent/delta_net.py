@@ -15,7 +15,7 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ChannelDeltaKind, DeltaKind
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.layer_step import StateStep, Stream
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.norm_kinds import FloatNorm
 from shoal.layers.parallel import TensorParallel
@@ -45,9 +45,7 @@ class DeltaNet(nn.Module):
         self.conv1d = ConvWeights(kind.part_sizes, kind.conv_width, tp, bias=False)
         self.A_log, self.dt_bias = HeadNumbers(heads, tp), HeadNumbers(heads, tp)
         self.norm = RMSNorm(kind.value_dim, config.rms_norm_eps, ops)
-        self.out_proj = Linear(
-            v, {"out_proj": config.hidden_size}, tp, ops, split="rows", multiplier=config.residual_multiplier
-        )
+        self.out_proj = output_linear(config, "out_proj", v, tp, ops)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
@@ -101,9 +99,7 @@ class KimiDelta(nn.Module):
         self.A_log = HeadNumbers(heads, tp, shape=(1, 1, heads, 1))
         self.dt_bias = HeadNumbers(k, tp)
         self.o_norm = FloatNorm(kind.value_dim, config.rms_norm_eps, ops)
-        self.o_proj = Linear(
-            v, {"o_proj": hidden}, tp, ops, split="rows", multiplier=config.residual_multiplier
-        )
+        self.o_proj = output_linear(config, "o_proj", v, tp, ops)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep

@@ -17,7 +17,7 @@ from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import Mamba2Kind
 from shoal.layers.head_numbers import HeadNumbers
 from shoal.layers.layer_step import StateStep, Stream
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.loading import CheckpointTensor
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -63,15 +63,7 @@ class Mamba2(nn.Module):
         )
         self.A_log, self.D, self.dt_bias = (HeadNumbers(heads, tp) for _ in range(3))
         self.norm = InnerNorm(inner, tp)
-        self.out_proj = Linear(
-            inner,
-            {"out_proj": config.hidden_size},
-            tp,
-            ops,
-            split="rows",
-            bias=kind.bias,
-            multiplier=config.residual_multiplier,
-        )
+        self.out_proj = output_linear(config, "out_proj", inner, tp, ops, kind.bias)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep

@@ -12,7 +12,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.recurrent.sequences import Sequences
 from shoal.kinds.recurrent import ShortConvKind
 from shoal.layers.layer_step import StateStep, Stream
-from shoal.layers.linear import Linear
+from shoal.layers.linear import Linear, output_linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.recurrent.conv import ConvWeights, sequences_of
@@ -34,15 +34,7 @@ class ShortConv(nn.Module):
             bias=kind.bias,
         )
         self.conv = ConvWeights((size,), kind.conv_width, tp, kind.bias)
-        self.out_proj = Linear(
-            size,
-            {"out_proj": config.hidden_size},
-            tp,
-            ops,
-            split="rows",
-            bias=kind.bias,
-            multiplier=config.residual_multiplier,
-        )
+        self.out_proj = output_linear(config, "out_proj", size, tp, ops, kind.bias)
 
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StateStep
