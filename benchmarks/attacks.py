@@ -41,7 +41,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, raw_request, spoilt_json
-from tests.serving import Serve, until
+from tests.serving import Serve
+from tests.waiting import eventually
 
 MODEL = "smollm2"
 SECONDS = 20.0  # an attack's most
@@ -502,7 +503,7 @@ def measure(server: Serve, name: str, tokens: int) -> dict[str, Any]:
         "answers_after": False,
     }
     try:
-        until(
+        eventually(
             lambda: sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting"))) == 0
         )
         row["answers_after"] = server.ask("/health")[0] == 200 and bool(Stream(server.port, 5).gaps())

@@ -29,7 +29,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, raw_request, spoilt_json
-from tests.serving import Serve, until
+from tests.serving import Serve
+from tests.waiting import eventually
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 LINE_S, SAMPLE_S = 30.0, 1.0
@@ -167,7 +168,7 @@ async def soak(
 def what_is_left(server: Serve, before: dict[str, float], samples: list[dict[str, float]]) -> list[str]:
     metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     try:
-        until(lambda: sum(map(server.metric, metrics)) == 0)
+        eventually(lambda: sum(map(server.metric, metrics)) == 0)
     except AssertionError:
         return [f"{name} is {server.metric(name)}" for name in metrics]
     time.sleep(3)
