@@ -37,9 +37,10 @@ CONFIG = ModelConfig(
 )
 
 
-def build(config: ModelConfig) -> Decoder:
-    shapes = [attention_shape(kind.mixer, 1) for kind in config.layers]
-    model = Decoder(config, TensorParallel.single(), ops, {shape: TorchBackend(shape) for shape in shapes})
+def build(config: ModelConfig, tp: TensorParallel | None = None) -> Decoder:
+    tp = tp or TensorParallel.single()
+    shapes = [attention_shape(kind.mixer, tp.size) for kind in config.layers]
+    model = Decoder(config, tp, ops, {shape: TorchBackend(shape) for shape in shapes})
     load_dummy_weights(model)
     model.allocate_ropes(64)
     return model

@@ -7,22 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.attention.cpu import TorchBackend
-from shoal.attention.step_input import StepInput
 from shoal.engine.ranks.rendezvous import Rendezvous, join
 from shoal.kernels import reference
-from shoal.kernels.cpu import ops
 from shoal.kernels.layer_cache import LayerCache
 from shoal.kinds.experts import ExpertsKind, Router
 from shoal.kinds.rope import RopeConfig
-from shoal.layers.attention import attention_shape
-from shoal.layers.parallel import TensorParallel
 from shoal.layers.pieces import Pieces
 from shoal.model_config import AttentionKind, LayerKind, ModelConfig
-from shoal.models.decoder import Decoder
 from shoal.models.decoder_layers.ranks_layer import RanksLayer
 from shoal.models.heads.hidden_states import read_states
-from shoal.models.loading import load_dummy_weights
+from tests.cpu.models.test_layer_kinds import build, prompt
 
 FULL = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig())
 EXPERTS = ExpertsKind(num_experts=4, intermediate_size=12, router=Router(2, renormalize=True))
@@ -83,24 +77,9 @@ def on_two_ranks(run):
         return first.result(timeout=60), second.result(timeout=60)
 
 
-def build(config: ModelConfig, tp: TensorParallel) -> Decoder:
-    shapes = [attention_shape(kind.mixer, tp.size) for kind in config.layers]
-    model = Decoder(config, tp, ops, {shape: TorchBackend(shape) for shape in shapes})
-    load_dummy_weights(model)
-    model.allocate_ropes(64)
-    return model
-
-
 def caches_of(config: ModelConfig) -> list[LayerCache]:
     kv = torch.zeros(8, len(config.layers), 2, 1, 4, 8)
     return [LayerCache(kv[:, i], window=kind.mixer.window) for i, kind in enumerate(config.layers)]
-
-
-def prompt(num_tokens: int) -> StepInput:
-    tables = (torch.arange(8, dtype=torch.int32).view(1, 8),)
-    step = StepInput.rehearsal(1, num_tokens, cached_len=0, block_tables=tables)
-    tokens = torch.arange(num_tokens, dtype=torch.int32) % 40
-    return replace(step, token_ids_T=tokens, rows_T=torch.zeros(num_tokens, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("select", [None, [], [19], [*range(20)]], ids=str)
