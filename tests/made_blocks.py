@@ -1,5 +1,6 @@
 """Blocks for tests of the tiers: what block i of the chain is, and the bytes it has."""
 
+import os
 import random
 from array import array
 
@@ -33,3 +34,14 @@ def content(meta, spec=SPEC):
 
 def keys_of(metas):
     return [meta.key for meta in metas]
+
+
+def write(tier, metas):
+    """Returns for each block whether the tier has taken it."""
+    return [tier.write(meta, memoryview(content(meta, tier.spec))).result(20) for meta in metas]
+
+
+def read(tier, meta):
+    """Returns the block, or None if the tier lacks it."""
+    into = bytearray(os.urandom(tier.spec.block_bytes))
+    return bytes(into) if tier.read(meta, memoryview(into)).result(20) else None

@@ -32,6 +32,17 @@ RECURRENT = dict(
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
+NO_QUERY_RANK = dict(
+    num_hidden_layers=2,
+    num_key_value_heads=8,
+    q_lora_rank=None,
+    kv_lora_rank=256,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    first_k_dense_replace=2,
+    num_experts_per_tok=2,
+)
 MODELS = {
     "dense": ("Qwen3Config", dict(num_hidden_layers=3), {}),
     "one layer": ("Qwen3Config", dict(num_hidden_layers=1), dict(max_num_seqs=1)),
@@ -81,21 +92,7 @@ MODELS = {
         ),
         {},
     ),
-    "latents without a rank of queries": (
-        "DeepseekV2Config",
-        dict(
-            num_hidden_layers=2,
-            num_key_value_heads=8,
-            q_lora_rank=None,
-            kv_lora_rank=256,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            first_k_dense_replace=2,
-            num_experts_per_tok=2,
-        ),
-        {},
-    ),
+    "latents without a rank of queries": ("DeepseekV2Config", NO_QUERY_RANK, {}),
     "many sequences": (
         "Qwen3Config",
         dict(num_hidden_layers=2),
@@ -108,17 +105,7 @@ MODELS = {
     ),
     "counted drafts": (
         "DeepseekV2Config",
-        dict(
-            num_hidden_layers=2,
-            num_key_value_heads=8,
-            q_lora_rank=None,
-            kv_lora_rank=256,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            first_k_dense_replace=2,
-            num_experts_per_tok=2,
-        ),
+        NO_QUERY_RANK,
         dict(speculative_config={"method": "suffix", "num_speculative_tokens": 3}),
     ),
     "a head's drafts": (

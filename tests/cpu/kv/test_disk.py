@@ -23,7 +23,7 @@ from shoal.files import io_threads
 from shoal.kv.tiers import block_folder
 from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pages, spec_name
 from shoal.kv.tiers.disk import DiskTier
-from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
+from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, write
 
 FILE = in_pages(PAGE + BYTES)  # a block's bytes on disk
 
@@ -42,16 +42,6 @@ def make(tmp_path):
         tier.flush(10)
         tier.close()
         tier.check()
-
-
-def write(tier, metas):
-    return [tier.write(meta, memoryview(content(meta, tier.spec))).result(10) for meta in metas]
-
-
-def read(tier, meta):
-    """Returns the block, or None."""
-    into = bytearray(os.urandom(tier.spec.block_bytes))
-    return bytes(into) if tier.read(meta, memoryview(into)).result(10) else None
 
 
 def all_right(tier, metas):
@@ -783,8 +773,6 @@ PRELUDE = textwrap.dedent("""
     from tests.made_blocks import *
     def make(max_blocks=100, fingerprint=MODEL, spec=SPEC):
         return DiskTier(sys.argv[1], max_blocks * 8192, fingerprint, spec)
-    def write(tier, metas):
-        return [tier.write(meta, memoryview(content(meta, tier.spec))).result(10) for meta in metas]
 """)
 
 

@@ -23,7 +23,7 @@ from shoal.kv.layout import Layout
 from shoal.kv.tiers import store
 from shoal.kv.tiers.block_file import HEADER_AT, PAGE, BlockFormat
 from shoal.kv.tiers.store import StoreTier
-from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
+from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, write
 
 FILE = PAGE + BYTES
 
@@ -84,15 +84,6 @@ def make():
     yield build
     for tier in tiers:
         tier.close()
-
-
-def write(tier, metas):
-    return [tier.write(meta, memoryview(content(meta))).result(20) for meta in metas]
-
-
-def read(tier, meta):
-    into = bytearray(BYTES)
-    return bytes(into) if tier.read(meta, memoryview(into)).result(20) else None
 
 
 def look_up(tier, metas):

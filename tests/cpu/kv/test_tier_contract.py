@@ -9,7 +9,7 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
 from shoal.kv.tiers.registry import TIERS, TierPlace, first_read_s, has_tiers, open_tiers
-from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
+from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, write
 
 # The options that switch each tier on, with {path} for a folder of the test's own
 OPTIONS = {
@@ -42,16 +42,6 @@ def open_tier(tmp_path):
     yield open_one
     for tier in opened:
         tier.close()
-
-
-def write(tier, metas):
-    return [tier.write(meta, memoryview(content(meta))).result(20) for meta in metas]
-
-
-def read(tier, meta):
-    """Returns the block, or None if the tier lacks it."""
-    into = bytearray(BYTES)
-    return bytes(into) if tier.read(meta, memoryview(into)).result(20) else None
 
 
 def test_every_tier_has_its_contract_tested():
