@@ -80,9 +80,6 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         },
         f"{where}: rope {kind!s:.80}",
     )
-    if kind == "dynamic" and own.get("alpha"):  # Hunyuan stretches theta once, whatever the length
-        stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
-        return RopeConfig(rope.number("rope_theta", ROPE_THETA) * stretch)
     if kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rope type {kind!r:.80} is not supported; these are: {', '.join(ROPE_KINDS)}"
@@ -97,6 +94,13 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
         return RopeConfig(theta, partial=share)
     if kind == "linear":
         return RopeConfig(theta, kind, factor=rope.number("factor"), partial=share)
+    if kind == "dynamic" and rotary_dim < 4:
+        raise CheckpointError(
+            f"{where}: head_dim must leave at least 4 numbers to a dynamic rope, got {rotary_dim}; is it "
+            "damaged?"
+        )
+    if kind == "dynamic" and own.get("alpha"):  # Hunyuan stretches theta once, whatever the length
+        return RopeConfig(theta * rope.number("alpha") ** (rotary_dim / (rotary_dim - 2)))
     if kind == "dynamic":
         return RopeConfig(theta, kind, rope.number("factor"), max_position, partial=share)
     if kind == "proportional":

@@ -191,6 +191,15 @@ def test_a_partial_rope_is_read_from_either_place():
         ropes_of(dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 32, long_factor=[1.0] * 3)))
 
 
+@pytest.mark.parametrize("own", [dict(alpha=1000.0), dict(factor=4.0)], ids=str)
+def test_dynamic_ropes_of_heads_with_one_pair_are_refused_by_name(own):
+    """Regression: the exponent that stretches theta divided by zero."""
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: head_dim must leave at least 4 numbers .*, got 2"
+    ):
+        ropes_of(dict(rope_parameters=dict(own, rope_type="dynamic", rope_theta=1e4)), head_dim=2)
+
+
 def test_layer_types_that_are_not_known_are_refused_by_name():
     fields = ConfigFields({"layer_types": ["full_attention", "chunked_attention"]}, "config.json")
     with pytest.raises(CheckpointError, match=r"config.json: layer_types .*chunked_attention"):
