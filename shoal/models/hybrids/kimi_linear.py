@@ -52,9 +52,11 @@ def delta_layer(fields: ConfigFields) -> LayerKind:
 
 
 def from_gguf(fields: ConfigFields) -> Mapping[str, Any]:
-    """The fields of a GGUF file that it says in other words. Heads of both kinds of layers are as many."""
+    """The fields of a GGUF file that it says in other words. Heads of both kinds of layers are as many.
+    Weights of experts are always divided by their sum: llama.cpp's converter writes no key for it."""
     check_fixed(fields, {"expert_gating_func": SIGMOID})
-    return {**latents(fields), "linear_num_heads": fields.count("num_attention_heads")}
+    heads = fields.count("num_attention_heads")
+    return {**latents(fields), "linear_num_heads": heads, "norm_topk_prob": True}
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
