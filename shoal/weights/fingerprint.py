@@ -139,7 +139,7 @@ def _fields(config: ModelConfig) -> list[tuple[str, object]]:
     if experts is not None and experts != _plain(experts):
         fields["experts"] = asdict(experts)
     if attention != _plain_attention(attention):
-        fields["attention"] = asdict(attention)
+        fields["attention"] = _of_mixer(asdict(attention))
     sparse = [i for i, kind in enumerate(config.layers, 1) if kind.experts is not None]
     step = fields["decoder_sparse_step"] = math.gcd(*sparse) or 1
     every = range(step, config.num_layers + 1, step) if sparse else ()
@@ -180,4 +180,12 @@ def _described(kind: LayerKind) -> dict[str, object]:
     fields = asdict(kind)
     if kind.has_mlp:
         del fields["has_mlp"]
+    if kind.mixer is not None:
+        fields["mixer"] = _of_mixer(fields["mixer"])
     return fields
+
+
+def _of_mixer(fields: dict[str, object]) -> dict[str, object]:
+    """Returns the fields of a mixer without `in_chunks` where that is not set: earlier versions had no such
+    field."""
+    return {name: value for name, value in fields.items() if name != "in_chunks" or value}

@@ -142,8 +142,37 @@ WRITTEN = [
     ),
 ]
 
+SMALL = dict(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    sliding_window=32,
+)
+# The same for kinds of attention that are listed whole, in one field or layer by layer.
+WRITTEN_KINDS = [
+    (
+        "GptOssForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=2),
+        "ebde67fa277cc15b6a4752105f9441eb",
+    ),
+    ("Gemma2ForCausalLM", dict(query_pre_attn_scalar=16), "a118535552a1ddfd8f4ccb34a19019cf"),
+    ("Cohere2ForCausalLM", {}, "0a739200cd932bcc9cdb712e28d40bb5"),
+]
+
 
 @pytest.mark.parametrize(("name", "changes", "written"), WRITTEN)
 def test_kv_that_an_earlier_version_wrote_is_found(name, changes, written):
     config = config_from_json(PUBLISHED[name] | changes, name)
+    assert weights_fingerprint([{"model.norm.weight": "0123456789abcdef"}], config, 512).hex() == written
+
+
+@pytest.mark.parametrize(("architecture", "changes", "written"), WRITTEN_KINDS)
+def test_kv_of_listed_attention_is_found(architecture, changes, written):
+    """Regression: a new field of AttentionKind renamed the KV of all models whose attention is listed."""
+    config = config_from_json(SMALL | dict(architectures=[architecture]) | changes, architecture)
     assert weights_fingerprint([{"model.norm.weight": "0123456789abcdef"}], config, 512).hex() == written
