@@ -197,10 +197,18 @@ def pack(
 ) -> PackedWeight:
     """One matrix of all rows of the pieces, in order, for activations of this type. Where the format that it
     replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones.
-    `per_expert`: how many of the pieces are an expert's, for kernels of experts; 0: for others."""
+    `per_expert`: how many of the pieces are an expert's, for kernels of experts; 0: for others. Raises
+    CheckpointError for pieces that do not fit the format that they replace."""
     old = replaced.packed if isinstance(replaced, PackedWeight) else None
     if per_expert:
-        module = importlib.import_module(EXPERTS_PACKED_BY[type(pieces[0])][device.type])
+        own = EXPERTS_PACKED_BY.get(type(pieces[0]))
+        if own is None:
+            formats = " or ".join(kind.__name__ for kind in EXPERTS_PACKED_BY)
+            raise CheckpointError(
+                f"new experts must be {formats}, as the engine's are, got {type(pieces[0]).__name__}; send "
+                "such weights, or build a new engine"
+            )
+        module = importlib.import_module(own[device.type])
         return PackedWeight(ops, module.pack(pieces, old, per_expert, device))
     module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
     where = () if device.type == "cpu" else (device, dtype)

@@ -188,6 +188,9 @@ def test_kernels_of_experts_take_both_matrices_or_none(down: str, monkeypatch: p
     load(experts, tensors)  # weights that come again
     assert sorted(packed) == ([1, 1, 2, 2] if down == "mxfp4" else [])
     check(experts, tensors)
+    if down == "mxfp4":
+        with pytest.raises(CheckpointError, match="new experts must be Mxfp4Tensor, as the engine's are"):
+            load(experts, made(TILED["int4 by 32, zeros"]))
 
 
 def shards(make: Make, size: int) -> tuple[Tensors, list[Experts]]:
