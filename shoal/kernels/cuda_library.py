@@ -21,6 +21,7 @@ from shoal.kernels.c_library import BuildError
 from shoal.kernels.launching import is_only_prepared
 
 SUFFIX = ".cubin"
+HEADER = Path(__file__).with_name("hopper.cuh")  # Sources may include it.
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute, as is the next
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as is the next
@@ -138,14 +139,14 @@ def compiled(source: Path, constants: Mapping[str, int], capability: tuple[int, 
     major, minor = capability
     defines = [f"-D{key}={value}" for key, value in constants.items()]
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *defines]
-    text = source.read_bytes()
-    key = hashlib.sha256("\0".join((*options, str(torch.version.cuda))).encode() + text)
+    text, header = source.read_bytes(), HEADER.read_bytes()
+    key = hashlib.sha256("\0".join((*options, str(torch.version.cuda))).encode() + header + text)
     try:
         folder = kernel_folder()
         target = folder / f"{source.stem}-{key.hexdigest()[:16]}{SUFFIX}"
         if target.exists():
             return target.read_bytes()
-        binary = compile_cuda(text, source.name, options)
+        binary = compile_cuda(text, source.name, header, options)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             made = Path(work, target.name)
             made.write_bytes(binary)
@@ -185,12 +186,13 @@ def has_compiler() -> bool:
     return True
 
 
-def compile_cuda(source: bytes, name: str, options: list[str]) -> bytes:
-    """Returns machine code of `source`. Raises BuildError with the compiler's log, OSError if there is no
-    NVRTC."""
+def compile_cuda(source: bytes, name: str, header: bytes, options: list[str]) -> bytes:
+    """Returns machine code of `source`, which may include `header` by the name of HEADER. Raises BuildError
+    with the compiler's log, OSError if there is no NVRTC."""
     nvrtc = _nvrtc()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None):
+    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(HEADER.name.encode())
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 1, headers, names):
         raise BuildError("NVRTC could not be started")
     try:
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

@@ -7,11 +7,7 @@
 // wgmma's left operand; rows are its right one. They have a strip each, or share the last one: each multiplies half of its
 // inputs, and finishes half of the rows.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
 constexpr int ROWS = PR_ROWS, NT = ROWS / 8;
 constexpr int WARPGROUPS = 2;  // that multiply
@@ -28,26 +24,6 @@ constexpr int PLACES = (PR_SHARED_BYTES - 1024 - 256 - EXCHANGE_BYTES) / (ROWS_B
 constexpr float LARGER = 65536.0f;  // Weights in registers are too small by it (loaders.py).
 static_assert(128 % PR_GROUP == 0 && ROWS % 32 == 0 && PLACES >= 2 && PLACES <= 16, "");
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred complete;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n@!complete bra again;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
 // A box of what `map` describes, in three and in four dimensions.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, int z, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -62,16 +38,6 @@ __device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, 
 }
 __device__ __forceinline__ void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-__device__ __forceinline__ uint4 load_words(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ u32 load_scales(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ float load_float(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
@@ -85,65 +51,8 @@ __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
   return v;
 }
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ float rounded(float x) { return __uint_as_float(pair_of(0.0f, x)); }
-// A matrix of 8 x 8, of which a lane has two numbers of row lane / 4, with rows and columns exchanged.
-__device__ __forceinline__ u32 transposed(u32 pair) {
-  u32 v;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
-  return v;
-}
-
-// sums += a b by tensor cores: 64 weight rows, 16 inputs, ROWS rows. b: where they lie in shared memory.
-#define R4(a, b, c, d) "%" #a ", %" #b ", %" #c ", %" #d
-#define S4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
-#define R16 R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7) ", " R4(8, 9, 10, 11) ", " R4(12, 13, 14, 15)
-#define R32 R16 ", " R4(16, 17, 18, 19) ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
-#define R48 R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47)
-#define R64 R48 ", " R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63)
-#define R80 R64 ", " R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71) ", " R4(72, 73, 74, 75) ", " R4(76, 77, 78, 79)
-#define R96 R80 ", " R4(80, 81, 82, 83) ", " R4(84, 85, 86, 87) ", " R4(88, 89, 90, 91) ", " R4(92, 93, 94, 95)
-#define R112 R96 ", " R4(96, 97, 98, 99) ", " R4(100, 101, 102, 103) ", " R4(104, 105, 106, 107) ", " R4(108, 109, 110, 111)
-#define R128 R112 ", " R4(112, 113, 114, 115) ", " R4(116, 117, 118, 119) ", " R4(120, 121, 122, 123) ", " R4(124, 125, 126, 127)
-#define S16 S4(0), S4(4), S4(8), S4(12)
-#define S32 S16, S4(16), S4(20), S4(24), S4(28)
-#define S48 S32, S4(32), S4(36), S4(40), S4(44)
-#define S64 S48, S4(48), S4(52), S4(56), S4(60)
-#define S80 S64, S4(64), S4(68), S4(72), S4(76)
-#define S96 S80, S4(80), S4(84), S4(88), S4(92)
-#define S112 S96, S4(96), S4(100), S4(104), S4(108)
-#define S128 S112, S4(112), S4(116), S4(120), S4(124)
-#define MULTIPLY(N, REGS, A, B)                                                                                        \
-  if constexpr (ROWS == N)                                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##REGS "}, {" A "}, %" #B ", 1, 1, 1, 0;" \
-                 : S##REGS                                                                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-__device__ __forceinline__ void multiply(float (&s)[4 * NT], const u32 (&a)[4], u64 b) {
-  MULTIPLY(32, 16, R4(16, 17, 18, 19), 20)
-  MULTIPLY(64, 32, R4(32, 33, 34, 35), 36)
-  MULTIPLY(96, 48, R4(48, 49, 50, 51), 52)
-  MULTIPLY(128, 64, R4(64, 65, 66, 67), 68)
-  MULTIPLY(160, 80, R4(80, 81, 82, 83), 84)
-  MULTIPLY(192, 96, R4(96, 97, 98, 99), 100)
-  MULTIPLY(224, 112, R4(112, 113, 114, 115), 116)
-  MULTIPLY(256, 128, R4(128, 129, 130, 131), 132)
-}
-// Matmuls before this are not moved behind it, nor others' numbers before it.
-template <int N>
-__device__ __forceinline__ void keep(float (&s)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(s[i])::"memory");
-}
-__device__ __forceinline__ void begin_matmuls() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_matmuls() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_matmuls() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 struct alignas(64) Map {
   u8 bytes[128];
@@ -327,10 +236,10 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, float (&sums)
       keep(sums);
       begin_matmuls();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply(sums, weights[k], (u64)0x40000040u << 32 | (rows_at + i * (ROWS * 8) + k * 2));
+      for (int k = 0; k < 4; ++k) multiply<NT>(sums, weights[k], (u64)0x40000040u << 32 | (rows_at + i * (ROWS * 8) + k * 2));
       end_matmuls();
     }
-    wait_for_matmuls();
+    wait_for_matmuls<0>();
     keep(sums);
     if (lane == 0) arrive(ring.free());
     ring.next();

@@ -28,7 +28,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_compiled_once_for_each_source_constant_and_gpu(source, monkeypatch):
     asked = []
 
-    def compile_cuda(text, name, options):
+    def compile_cuda(text, name, header, options):
         asked.append((name, options))
         return b"code %d" % len(asked)
 
@@ -38,6 +38,10 @@ def test_it_is_compiled_once_for_each_source_constant_and_gpu(source, monkeypatc
     assert compiled(source, {"SIZE": 3}, (10, 0)) == b"code 3"
     source.write_text("another")
     assert compiled(source, {"SIZE": 3}, (9, 0)) == b"code 4"
+    header = source.with_suffix(".cuh")
+    header.write_text("constexpr int HALF = SIZE / 2;")
+    monkeypatch.setattr(cuda_library, "HEADER", header)
+    assert compiled(source, {"SIZE": 3}, (9, 0)) == b"code 5"
     assert asked[0] == ("some.cu", ["--gpu-architecture=sm_90a", "--std=c++17", "-DSIZE=3"])
 
 

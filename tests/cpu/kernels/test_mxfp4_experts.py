@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shoal.errors import CheckpointError
+from shoal.kernels.cuda_library import HEADER
 from shoal.kernels.matmul import mxfp4_experts
 from shoal.kernels.matmul.mxfp4_experts import PAIRS, ExpertRuns, Variant, has_kernels, pack
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
@@ -112,9 +113,12 @@ def variants() -> list[Variant]:
 def test_compiles_with_matmuls_beside_other_instructions(which: int, tmp_path: Path) -> None:
     source = Path(mxfp4_experts.__file__).with_suffix(".cu")
     defines = [f"-D{name}={value}" for name, value in variants()[which].constants().items()]
-    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "made")]
+    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", str(HEADER.parent)]
     done = subprocess.run(
-        [str(COMPILER), *options, *defines, str(source)], capture_output=True, text=True, check=True
+        [str(COMPILER), *options, *defines, "-o", str(tmp_path / "made"), str(source)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     log = done.stdout + done.stderr
     assert "spill stores" in log and "serialized" not in log

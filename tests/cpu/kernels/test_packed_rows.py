@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.kernels.cuda_library import HEADER
 from shoal.kernels.matmul import packed_rows
 from shoal.kernels.matmul.dispatch import GPU, PACKED_BLOCKS, After, Kernel, Shape, choose, choose_packed_rows
 
@@ -26,9 +27,12 @@ def test_compiles_with_matmuls_beside_other_instructions(
 ) -> None:
     source = Path(packed_rows.__file__).with_suffix(".cu")
     defines = [f"-D{name}={value}" for name, value in packed_rows.constants(block_rows, group, e2m1).items()]
-    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "made")]
+    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", str(HEADER.parent)]
     done = subprocess.run(
-        [str(COMPILER), *options, *defines, str(source)], capture_output=True, text=True, check=True
+        [str(COMPILER), *options, *defines, "-o", str(tmp_path / "made"), str(source)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     log = done.stdout + done.stderr
     assert log.count("0 bytes spill stores") == 2 and "serialized" not in log
