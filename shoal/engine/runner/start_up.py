@@ -27,7 +27,7 @@ MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
 MEASURE_TRIES = 3
 # Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
 # sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
-CUTS = 32, 64, 128, 192, 256, 1024, 2048
+CUTS = 32, 64, 96, 128, 192, 256, 1024, 2048
 # Further numbers of tokens. cuBLAS chooses other kernels for them, which are read from disk when they are
 # first launched. What such a step allocates stays with PyTorch for later steps.
 LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500

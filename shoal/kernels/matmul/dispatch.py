@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.kernels.cuda_library import has_compiler
 from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, is_hopper, rows_with_room
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -46,8 +47,8 @@ MIN_FP8_ROUNDS = 4  # the same for fp8, where programs outnumber SMs
 FEW_OUTS, WIDE_INPUTS = 256, 4096
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
-PACKED_TALL_ROWS = 32  # More have tiles of packed_rows.py, of as many rows.
-PACKED_BLOCKS = (64, 96, 128, 192, 256)
+PACKED_TALL_ROWS = 32  # packed_rows.py takes more rows.
+PACKED_BLOCKS = (64, 96, 128, 192, 256)  # rows of its tiles; start_up.py rehearses steps of each number
 EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it varies
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -109,11 +110,12 @@ def derived_limits(sms: int) -> Limits:
 
 class GPU(NamedTuple):
     """Properties of a GPU on which the choice depends. Without Hopper's kernels, for which Gluon is needed,
-    `hopper` is False."""
+    `hopper` is False. `compiles`: there is a compiler for kernels in CUDA C++."""
 
     sms: int = REFERENCE_SMS
     hopper: bool = False
     limits: Limits = MEASURED["NVIDIA H200"]
+    compiles: bool = True
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def gpu_of(device: torch.device) -> GPU:
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     limits = MEASURED.get(properties.name) or derived_limits(sms)
-    return GPU(sms, HAS_GLUON and is_hopper(device), limits)
+    return GPU(sms, HAS_GLUON and is_hopper(device), limits, has_compiler())
 
 
 class Before(Enum):
@@ -420,7 +422,8 @@ def choose_packed_rows(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) ->
     inputs."""
     whole = shape.inputs % 128 == 0 and shape.outs % (32 if shape.gated else 64) == 0
     known = shape.bits == 4 and dtype == torch.bfloat16
-    if not (gpu.hopper and whole and known and PACKED_TALL_ROWS < rows <= gpu.limits.packed_rows):
+    can = gpu.hopper and gpu.compiles and whole and known
+    if not (can and PACKED_TALL_ROWS < rows <= gpu.limits.packed_rows):
         return None
 
     def tiles(block: int) -> int:

@@ -49,7 +49,7 @@ def packed_rows_matmul(
 ) -> torch.Tensor:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
     added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing.
-    `block_rows`: of a tile."""
+    `block_rows`: rows of a tile."""
     rows, inputs = x_TI.shape
     outs = weight.shape[0] // (1 + gated)
     out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO

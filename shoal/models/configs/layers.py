@@ -11,7 +11,7 @@ from shoal.models.configs.fields import ConfigFields
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CHUNKED = "chunked_attention"
-# a type of layers whose tokens do not see all positions before them -> the field that says how many
+# layer type -> config field with the number of positions in its window
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 # spellings of older configs -> newer ones
 RENAMED = {"attention": FULL, "mamba": LINEAR}

@@ -41,7 +41,7 @@ class Llama4MoE(MoE):
         return left_TD, residual_TD
 
     def _passes(self, logits_TE: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the logit of one expert of each token, and logits of which it has the largest."""
+        """Yields, expert by expert of a token, its logit and logits among which that is the largest."""
         if self.top_k == 1:
             yield logits_TE.amax(dim=1, keepdim=True), logits_TE
             return

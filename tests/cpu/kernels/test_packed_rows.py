@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.engine.runner.start_up import CUTS
 from shoal.kernels.cuda_library import HEADER
 from shoal.kernels.matmul import packed_rows
 from shoal.kernels.matmul.dispatch import GPU, PACKED_BLOCKS, After, Kernel, Shape, choose, choose_packed_rows
@@ -49,6 +50,21 @@ def test_tiles_of_rows_leave_the_fewest_sms_idle() -> None:
     assert block(256, 12288, 4096, After.SILU_MUL) == 256
 
 
+@pytest.mark.parametrize("after", [After.NOTHING, After.SILU_MUL])
+@pytest.mark.parametrize("sms", [78, 132])
+def test_steps_between_two_rehearsals_have_the_same_tiles(sms: int, after: After) -> None:
+    """Regression: steps of 65 to 96 tokens had tiles that no rehearsed step had."""
+    for outs in range(64, 1 << 15, 448):
+        shape = Shape(outs, 4096, after=after, bits=4, group=128)
+        for rows in range(33, 257):
+            rehearsed = next(cut for cut in CUTS if cut >= rows)
+            found, ready = (
+                choose_packed_rows(shape, some, torch.bfloat16, H200._replace(sms=sms))
+                for some in (rows, rehearsed)
+            )
+            assert found == ready, (outs, rows)
+
+
 def test_others_take_what_the_kernel_cannot() -> None:
     def kernel(
         rows: int = 128, gpu: GPU = H200, dtype: torch.dtype = torch.bfloat16, **changes: int
@@ -59,5 +75,5 @@ def test_others_take_what_the_kernel_cannot() -> None:
 
     assert kernel() is kernel(65) is kernel(256) is kernel(group=32) is Kernel.HOPPER_PACKED
     others = [kernel(32), kernel(gpu=GPU()), kernel(dtype=torch.float16), kernel(bits=8)]
-    others += [kernel(outs=4080), kernel(inputs=4160)]
+    others += [kernel(outs=4080), kernel(inputs=4160), kernel(gpu=H200._replace(compiles=False))]
     assert set(others) == {Kernel.TILES} and kernel(257) is Kernel.UNPACKED
