@@ -443,7 +443,7 @@ class EngineConfig:
     )
     max_model_len: int | None = option(
         None,
-        "most tokens of a prompt and its answer; default: the model's context length",
+        "most tokens of a prompt and its answer; default: the model's context length, at most 1048576",
         common=True,
         section="limits and memory",
         low=1,

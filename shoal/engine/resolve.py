@@ -38,6 +38,9 @@ CPU_SEQS, FEW_SEQS, MANY_SEQS = 64, 256, 1024  # the defaults of max_num_seqs
 LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
+# The largest default of max_model_len. Tables of positions and blocks grow with it: Llama 4 Scout's 10
+# million would take 16 GB of a card.
+LONGEST_DEFAULT = 1 << 20
 # Largest shares of the cache for the state rows of the default's sequences: of FEW_SEQS, and of more.
 FEW_ROWS_SHARE, ROWS_SHARE = 0.5, 0.25
 FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
@@ -61,7 +64,7 @@ def resolve_config(
         raise ConfigError(
             f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"
         )
-    max_model_len = config.max_model_len or model.max_position_embeddings
+    max_model_len = config.max_model_len or min(model.max_position_embeddings, LONGEST_DEFAULT)
     if max_model_len > (longest := _longest(model)):
         raise ConfigError(
             f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; "

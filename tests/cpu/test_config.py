@@ -38,6 +38,14 @@ def resolve(**options):
     return resolve_config(EngineConfig(device="cpu", **options), config_from_json(QWEN, "config.json"))
 
 
+def test_a_context_of_millions_is_to_be_asked_for():
+    """Regression: Llama 4 Scout's default was 10 million positions, whose tables took 16 GB of a card."""
+    model = config_from_json(QWEN | {"max_position_embeddings": 10_485_760}, "config.json")
+    for asked, resolved in ((None, 1 << 20), (10_485_760, 10_485_760)):
+        config = EngineConfig(device="cpu", load_format="dummy", max_model_len=asked)
+        assert resolve_config(config, model).max_model_len == resolved
+
+
 @pytest.mark.parametrize(
     ("config", "name", "bad", "limit"),
     [

@@ -110,7 +110,10 @@ def plan_cache(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
             planes=attention.planes,
         )
         shape = attention.planes, attention.num_kv_heads, attention.head_dim
-        kinds.append(CacheKind(alone[i].token_layer_bytes, attention.window, shape))
+        # One chunk of positions hides nothing, and other layers have quicker kernels.
+        is_whole = attention.in_chunks and config.max_model_len <= (attention.window or 0)
+        window = None if is_whole else attention.window
+        kinds.append(CacheKind(alone[i].token_layer_bytes, window, shape))
     groups, block_bytes = make_groups(kinds, config.block_size)
     specs = []
     for group in groups:

@@ -72,7 +72,8 @@ class KvCache:
             for i, view in zip(group.layers, self.blocks[:, :size].view(spec.shape).unbind(1), strict=True):
                 attention = self._kinds[i].attention
                 assert attention is not None
-                layers[i] = LayerCache(view, g, group.window, self._scales.get(i), attention.in_chunks)
+                in_chunks = attention.in_chunks and group.window is not None
+                layers[i] = LayerCache(view, g, group.window, self._scales.get(i), in_chunks)
         memory: dict[int, LayerCache | LayerState] = {**layers, **self._states}
         sources = (None if kind.attention is None else kind.attention.kv_layer for kind in self._kinds)
         self.layers = tuple(memory.get(i if source is None else source) for i, source in enumerate(sources))

@@ -59,7 +59,8 @@ def packed_rows_matmul(
         and weight.shape[1] == inputs
         and inputs % COLUMNS == outs % (32 if gated else 64) == 0
     )
-    assert out_TO.shape == (rows, outs) and (bias is None or bias.is_contiguous())
+    assert out_TO.shape == (rows, outs) and out_TO.dtype == torch.bfloat16
+    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.bfloat16)
     words, scales, minima = weight.words, weight.scales, weight.minima
     arguments = _RowsArguments(
         _map_of_rows(x_TI, block_rows),

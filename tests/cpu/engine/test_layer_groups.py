@@ -3,6 +3,7 @@ that read a sequence's tokens, memory, sleep, and what an engine reports."""
 
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_groups_of_unlike_layers_fill_equal_blocks_of_one_memory():
                 own.blocks.data_ptr() == view.addresses[i] and own.blocks.stride(0) == cache.blocks.shape[1]
             )
     assert cache.layers[6] is cache.layers[5] and cache.layers[7] is cache.layers[4]
+
+
+def test_one_chunk_of_positions_is_no_window():
+    """An engine of at most one of Llama 4's chunks has one group of blocks, and each kernel for its layers."""
+    chunk = LayerKind(replace(attention(2, 32).attention, window=64, in_chunks=True))
+    for longest, windows in ((65, [None, 64]), (64, [None])):
+        plan = plan_cache(*resolved(WIDE, chunk, max_model_len=longest))
+        assert [group.window for group in plan.groups] == windows
+        cache = KvCache(plan, (WIDE, chunk), None, {}, torch.device("cpu"))
+        assert [layer.in_chunks for layer in cache.layers] == [False, len(windows) > 1]
 
 
 @pytest.mark.parametrize(("layers", "padded"), [(MIXED, 0), (UNEVEN, 1)])
