@@ -352,7 +352,10 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (dict(max_num_seqs=65536), r"max_num_seqs 65536 needs \d+ bytes for each sequence's state"),
+        (
+            dict(max_num_seqs=65536, max_model_len=2**28),
+            r"max_num_seqs 65536 needs \d+ bytes for each sequence's state",
+        ),
         (
             dict(max_model_len=2**28),
             r"tables of \d+ bytes for max_model_len \d+ and max_num_seqs \d+, are more",
