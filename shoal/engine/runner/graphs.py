@@ -98,7 +98,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 @contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Launches go to that stream, after those of the current one."""
+    """Inside, launches go to the stream of captures, after what the current stream has been given."""
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -4,16 +4,14 @@ test_tile_matmul_gpu.py multiplies by them."""
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_compile import log_of, needs_nvcc
 
 from shoal.errors import CheckpointError
-from shoal.kernels.cuda_library import HEADER
 from shoal.kernels.matmul import mxfp4_experts
 from shoal.kernels.matmul.mxfp4_experts import PAIRS, ExpertRuns, Variant, has_kernels, pack
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
@@ -21,7 +19,6 @@ from shoal.kinds.experts import Activation
 from tests.cpu.kernels.test_packed import _mxfp4
 
 CPU = torch.device("cpu")
-COMPILER = shutil.which("nvcc")
 
 
 def number(bits: int) -> float:
@@ -108,17 +105,9 @@ def variants() -> list[Variant]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("which", [0, 1])
 def test_compiles_with_matmuls_beside_other_instructions(which: int, tmp_path: Path) -> None:
     source = Path(mxfp4_experts.__file__).with_suffix(".cu")
-    defines = [f"-D{name}={value}" for name, value in variants()[which].constants().items()]
-    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", str(HEADER.parent)]
-    done = subprocess.run(
-        [str(COMPILER), *options, *defines, "-o", str(tmp_path / "made"), str(source)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    log = done.stdout + done.stderr
+    log = log_of(source, variants()[which].constants(), tmp_path)
     assert "spill stores" in log and "serialized" not in log

@@ -3,39 +3,28 @@ multiplies by them."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_compile import log_of, needs_nvcc
 
 from shoal.engine.runner.start_up import CUTS
-from shoal.kernels.cuda_library import HEADER
 from shoal.kernels.matmul import packed_rows
 from shoal.kernels.matmul.dispatch import GPU, PACKED_BLOCKS, After, Kernel, Shape, choose, choose_packed_rows
 
-COMPILER = shutil.which("nvcc")
 H200 = GPU(hopper=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(("group", "e2m1"), [(128, False), (32, False), (16, True)])
 @pytest.mark.parametrize("block_rows", PACKED_BLOCKS)
 def test_compiles_with_matmuls_beside_other_instructions(
     block_rows: int, group: int, e2m1: bool, tmp_path: Path
 ) -> None:
     source = Path(packed_rows.__file__).with_suffix(".cu")
-    defines = [f"-D{name}={value}" for name, value in packed_rows.constants(block_rows, group, e2m1).items()]
-    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", str(HEADER.parent)]
-    done = subprocess.run(
-        [str(COMPILER), *options, *defines, "-o", str(tmp_path / "made"), str(source)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    log = done.stdout + done.stderr
+    log = log_of(source, packed_rows.constants(block_rows, group, e2m1), tmp_path)
     assert log.count("0 bytes spill stores") == 2 and "serialized" not in log
 
 
