@@ -185,7 +185,7 @@ def nvfp4_of_weights(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, unpacked
 
 
-def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+def int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Eight numbers of 4 bits side by side along `dim` in an int32, number order[i] at bits 4 i and up."""
     eight = quants.to(torch.int32).unflatten(dim, (-1, 8))
     words = torch.zeros_like(eight.select(dim + 1, 0))
@@ -209,9 +209,9 @@ def by_inputs(weight: torch.Tensor, kind: str, group: int = GROUP) -> tuple[Tens
     unpacked = (quants - zeros[:, groups]) * scales.float()[:, groups]
     stored = {"scales": scales.T}
     if kind == "awq":
-        stored |= {"qweight": _int32s(quants.T, 1, AWQ_ORDER), "qzeros": _int32s(zeros.T, 1, AWQ_ORDER)}
+        stored |= {"qweight": int32s(quants.T, 1, AWQ_ORDER), "qzeros": int32s(zeros.T, 1, AWQ_ORDER)}
     else:
-        stored |= {"qweight": _int32s(quants.T, 0), "qzeros": _int32s(zeros.T - 1, 1)}
+        stored |= {"qweight": int32s(quants.T, 0), "qzeros": int32s(zeros.T - 1, 1)}
         stored |= {} if kind.startswith("auto-round") else {"g_idx": groups.int()}
     return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
 

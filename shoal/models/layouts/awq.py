@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
+from shoal.models.layouts.layout import (
+    HALVES,
+    Layout,
+    Stored,
+    choice,
+    group_size,
+    num_groups_or_parts,
+    of_whole_groups,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +40,7 @@ def matrix_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = num_groups(inputs, quantization.block[1])
+    groups = num_groups_or_parts(inputs, quantization.block[1])
     return {
         "qweight": Stored((inputs, outs // 8), ("I32",)),
         "qzeros": Stored((groups, outs // 8), ("I32",)),
@@ -42,9 +51,9 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
     from shoal.kernels.quant.int4_tensor import Int4Tensor
 
-    return Int4Tensor.of(
-        unpack(stored["qweight"], 1, ORDER).T, stored["scales"].T, unpack(stored["qzeros"], 1, ORDER).T
-    )
+    quants, size = unpack(stored["qweight"], 1, ORDER).T, quantization.block[1]
+    of_groups = stored["scales"].T, unpack(stored["qzeros"], 1, ORDER).T
+    return Int4Tensor.of(quants, *(of_whole_groups(numbers, quants.shape[1], size) for numbers in of_groups))
 
 
 LAYOUT = Layout("awq", "awq", "qweight", read, matrix_shape, tensors, join)

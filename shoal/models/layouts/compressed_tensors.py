@@ -20,6 +20,8 @@ from shoal.models.layouts.layout import (
     group_size,
     joined,
     num_groups,
+    num_groups_or_parts,
+    of_whole_groups,
     unpack,
 )
 
@@ -121,7 +123,7 @@ def int4_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def int4_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = num_groups(inputs, quantization.block[1])
+    groups = num_groups_or_parts(inputs, quantization.block[1])
     stored = {
         "weight_packed": Stored((outs, inputs // 8), ("I32",)),
         "weight_scale": Stored((outs, groups), HALVES),
@@ -143,7 +145,12 @@ def join_int4(stored: Mapping[str, torch.Tensor], quantization: Quantization) ->
             f"weight_shape is {stored['weight_shape'].tolist()}, but weight_packed holds {list(quants.shape)}"
         )
     zeros = unpack(stored["weight_zero_point"], 0)[: len(quants)] if quantization.zero_points else None
-    return Int4Tensor.of(quants, stored["weight_scale"], zeros, stored.get("weight_g_idx"))
+    scales, groups = stored["weight_scale"], stored.get("weight_g_idx")
+    if groups is None:
+        inputs, size = quants.shape[1], quantization.block[1]
+        scales = of_whole_groups(scales, inputs, size)
+        zeros = None if zeros is None else of_whole_groups(zeros, inputs, size)
+    return Int4Tensor.of(quants, scales, zeros, groups)
 
 
 def read_fp8(fields: ConfigFields) -> Quantization | None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 from shoal.errors import CheckpointError
 from shoal.kinds.quantization import Quantization
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, of_whole_groups, unpack
+from shoal.models.layouts.layout import (
+    HALVES,
+    Layout,
+    Stored,
+    choice,
+    group_size,
+    num_groups_or_parts,
+    of_whole_groups,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +73,7 @@ def matrix_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = -(-inputs // (quantization.block[1] or inputs))  # the last one may be cut short
+    groups = num_groups_or_parts(inputs, quantization.block[1])
     return {
         "qweight": Stored((inputs // 8, outs), ("I32",)),
         "qzeros": Stored((groups, outs // 8), ("I32",)),

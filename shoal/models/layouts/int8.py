@@ -28,6 +28,7 @@ from shoal.models.layouts.layout import (
     choice,
     group_size,
     joined,
+    num_groups_or_parts,
     of_whole_groups,
 )
 
@@ -75,7 +76,7 @@ def gptq_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def gptq_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
-    groups = -(-inputs // (quantization.block[1] or inputs))
+    groups = num_groups_or_parts(inputs, quantization.block[1])
     return {
         "qweight": Stored((inputs // 4, outs), ("I32",)),
         "qzeros": Stored((groups, outs // 4), ("I32",)),

@@ -130,6 +130,11 @@ def num_groups(inputs: int, size: int) -> int:
     return inputs // size
 
 
+def num_groups_or_parts(inputs: int, size: int) -> int:
+    """The last group may be cut short."""
+    return -(-inputs // (size or inputs))
+
+
 def of_whole_groups(numbers_OG: torch.Tensor, inputs: int, size: int) -> torch.Tensor:
     """Returns the numbers (scales or zero points) of smaller groups, all of one size, in place of groups of
     `size` inputs whose last one may be cut short."""

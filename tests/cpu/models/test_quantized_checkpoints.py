@@ -108,6 +108,35 @@ def test_a_matrix_of_auto_round_is_what_auto_round_unpacks(name):
     assert torch.equal(layout.join(stored, quantization).dequantize(torch.float16), expected)
 
 
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_last_group_of_compressed_tensors_4_bits_may_be_cut_short(zeros, order):
+    """Regression: 2,880 inputs, as gpt-oss has them, in groups of 128 were refused."""
+    print("seed", torch.manual_seed(10).initial_seed())
+    quants, scales = torch.randint(0, 16, (16, 192), dtype=torch.uint8), torch.rand(16, 2).half()
+    points = torch.randint(0, 16, (16, 2), dtype=torch.uint8) if zeros else torch.full((16, 2), 8)
+    groups = torch.arange(192) // 128
+    stored = {
+        "weight_packed": quantized.int32s(quants, 1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([16, 192]),
+    }
+    stored |= {"weight_zero_point": quantized.int32s(points, 0)} if zeros else {}
+    if order:
+        groups = groups[torch.randperm(192)]
+        stored["weight_g_idx"] = groups.int()
+    quantization = Quantization("pack-quantized", 4, (1, 128), zero_points=zeros, act_order=order)
+    layout = BY_NAME["pack-quantized"]
+    assert {suffix: own.shape for suffix, own in layout.tensors(16, 192, quantization).items()} == {
+        suffix: tuple(tensor.shape) for suffix, tensor in stored.items()
+    }
+    tensor = layout.join(stored, quantization)
+    expected = (quants.float() - points.float()[:, groups]) * scales.float()[:, groups]
+    assert torch.equal(tensor.dequantize(), expected)
+    x = torch.randn(3, 192)
+    assert error(cpu_int4.pack([tensor]).linear(x, None), x @ expected.T) < 1e-3
+
+
 @pytest.mark.parametrize("name", ["packed-int8", "int-quantized"])
 def test_the_last_group_of_compressed_tensors_8_bits_may_be_cut_short(name):
     """Regression: 192 inputs in groups of 128 were multiplied by the scales of two groups of 96."""
@@ -128,16 +157,20 @@ def test_the_last_group_of_compressed_tensors_8_bits_may_be_cut_short(name):
 
 
 @pytest.mark.parametrize("group, inputs", [(128, 704), (64, 96)])
-@pytest.mark.parametrize("name", ["gptq", "gptq-int8", "auto-round-gptq"])
-def test_the_last_group_of_gptq_may_be_cut_short(name, group, inputs):
+@pytest.mark.parametrize("name", ["gptq", "gptq-int8", "auto-round-gptq", "awq"])
+def test_the_last_group_of_gptq_and_awq_may_be_cut_short(name, group, inputs):
     """Experts of Gemma 4 26B have 704 inputs, which AutoRound and GPTQModel divide into 6 groups."""
     print("seed", torch.manual_seed(8).initial_seed())
     weight, bits = torch.randn(16, inputs), 8 if name == "gptq-int8" else 4
-    in_bits = quantized.gptq_in_8_bits if bits == 8 else partial(quantized.by_inputs, kind="gptq")
+    in_bits = (
+        quantized.gptq_in_8_bits
+        if bits == 8
+        else partial(quantized.by_inputs, kind=name.removeprefix("auto-round-"))
+    )
     stored, unpacked = in_bits(weight, group=group)
     if name.startswith("auto"):
         del stored["g_idx"]
-    quantization = Quantization(name, bits, (1, group), zero_points=bits == 4, zeros_minus_one=True)
+    quantization = Quantization(name, bits, (1, group), zero_points=bits == 4, zeros_minus_one=name != "awq")
     shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
     found = {suffix: own.shape for suffix, own in BY_NAME[name].tensors(16, inputs, quantization).items()}
     assert found == shapes
