@@ -167,6 +167,7 @@ class Shape(NamedTuple):
 
 
 class Kernel(Enum):
+    NOTHING = -1  # There are no rows, and no launch.
     CUBLAS = 0
     ELEMENTWISE = 1  # elementwise.py
     TILES = 2  # tile_matmul.py
@@ -244,6 +245,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     of the weight. For each number of rows and format, the first that can and is fast comes first:
 
     rows          16 bits                             fp8                    4 and 8 bits
+    0             NOTHING                             NOTHING                NOTHING
     1             HOPPER_ROW, ELEMENTWISE             HOPPER_ROW,            HOPPER_ROW, TILES
                                                       ELEMENTWISE
     2 to 16       HOPPER, ELEMENTWISE (up to 4),      TILES                  TILES
@@ -253,6 +255,8 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     more          HOPPER_GATED, CUBLAS                FP8_TORCH, FP8_MANY    UNPACKED
 
     Float32 goes to cuBLAS. A norm before one row is inside where a ring takes it, and where it is narrow."""
+    if rows == 0:
+        return Matmul(Kernel.NOTHING)
     is_fp8, is_packed = dtype == torch.float8_e4m3fn, shape.bits < 16
     is_16_bits = dtype in TENSOR_TYPES and not is_packed
     if rows == 1:
@@ -346,10 +350,10 @@ def _choose_16_bits(shape: Shape, rows: int, gpu: GPU) -> Matmul | None:
             return Matmul(Kernel.HOPPER, hopper_tiles)
     columns, limits = shape.inputs, gpu.limits
     elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_matmuls
-    if 0 < rows <= 4 and not shape.gated and elementwise:
+    if rows <= 4 and not shape.gated and elementwise:
         return Matmul(Kernel.ELEMENTWISE, ElementwiseTiles(4, *((256, 1) if columns <= 1024 else (1024, 4))))
     few = rows <= 16 and columns < limits.deep_inputs
-    if rows > 0 and (few or (rows <= 32 and shape.weight_rows >= limits.many_weight_rows)):
+    if few or (rows <= 32 and shape.weight_rows >= limits.many_weight_rows):
         return Matmul(Kernel.TILES, RowTiles(max(16, next_power_of_2(rows)), 64, 128, 4, 5))
     return None
 
@@ -434,9 +438,9 @@ def choose_packed_rows(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) ->
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:
-    """Returns the tiles of weights of 4 or 8 bits. None: the weight is unpacked, for many rows, or where a
-    tile of 16 outputs would hold gate and up."""
-    if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
+    """Returns the tiles of weights of 4 or 8 bits. None: there are many rows, for which the weight is
+    unpacked."""
+    if rows > gpu.limits.packed_rows:
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
     if shape.gated or block_rows == 16:
@@ -468,11 +472,11 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
         takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         return Matmul(Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY, next(busy, tiles[-1]))
-    block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
+    block_rows = min(64, max(16, next_power_of_2(rows)))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     rounds = cdiv(shape.inputs, columns)
-    idle = min(rounds // MIN_SPLIT_ROUNDS, gpu.sms // max(1, programs))  # splits that give idle SMs work
-    most = gpu.limits.fp8_programs * gpu.sms // max(1, programs)
+    idle = min(rounds // MIN_SPLIT_ROUNDS, gpu.sms // programs)  # splits that give idle SMs work
+    most = gpu.limits.fp8_programs * gpu.sms // programs
     splits = max(1, min(MAX_ROW_SPLITS, most, max(rounds // MIN_FP8_ROUNDS, idle)))
     if programs * splits <= gpu.sms:
         return Matmul(Kernel.TILES, RowTiles(block_rows, 64, columns, 4, 3, splits))

@@ -149,15 +149,13 @@ def _run(
     add = residual_TO is not None
     after = After.SILU_MUL if gated else After.ADD if add else After.NOTHING
     chosen = choose_for(matrix, x_TI, bias, after=after)
-    if len(x_TI) and chosen.kernel not in ROWS_ARE_FP8:
+    if chosen.kernel not in ROWS_ARE_FP8:
         assert isinstance(x_TI, torch.Tensor)
         return launch(chosen, x_TI, matrix, bias, gated, residual_TO)
     out_TO = residual_TO
     if out_TO is None:
         like = matrix.scales.new_empty(0, dtype=x_TI.dtype)
         out_TO = empty_matmul_input(like, len(x_TI), len(matrix.data) // (1 + gated))
-    if len(x_TI) == 0:
-        return out_TO
     assert not gated and isinstance(chosen.tiles, RowTiles)
     assert out_TO.is_contiguous() and out_TO.shape == (len(x_TI), len(matrix.data))
     if not isinstance(x_TI, Fp8Rows):

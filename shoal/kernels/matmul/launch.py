@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.kernels.hopper import HAS_GLUON
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import (
     After,
@@ -66,6 +66,9 @@ def launch(
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
     added to `residual_TO` in place, if there is one, which is then returned. `norm` and `eps`: what
     `elementwise_matmul` takes; a ring takes the norm's weight alone."""
+    if chosen.kernel is Kernel.NOTHING:
+        outs = weight_shape(weight)[0] // (1 + gated)
+        return empty_matmul_input(x_TI, 0, outs) if residual_TO is None else residual_TO
     if chosen.kernel is Kernel.HOPPER_ROW:
         return hopper_row.hopper_row_matmul(
             x_TI, weight, bias, gated, residual_TO, norm_weight_I=norm[0], eps=eps

@@ -183,7 +183,8 @@ def packed_gated(
     chosen = choose_for(weight, x_TI, bias_2F, after=After.SILU_MUL)
     if chosen.kernel is Kernel.UNPACKED:
         return linear_gated(x_TI, _unpacked(weight), bias_2F, activation)
-    if activation != "silu":  # The others end with SiLU alone.
+    # Kernels of few rows end with SiLU alone, and their tiles have 16 outputs of gate, or of up.
+    if activation != "silu" or weight.shape[0] % 32:
         return gate_mul(packed_linear(x_TI, weight, bias_2F), activation)
     return launch(chosen, x_TI, weight, bias_2F, True)
 

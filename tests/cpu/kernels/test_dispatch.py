@@ -32,7 +32,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H200 = GPU(132, True, MEASURED["NVIDIA H200"])
 NOTHING, NORM, SUM_AND_NORM = Before
 PLAIN, GATED, ADD = After
-CUBLAS = Matmul(Kernel.CUBLAS)
+CUBLAS, NO_ROWS = Matmul(Kernel.CUBLAS), Matmul(Kernel.NOTHING)
 RING, RING_WITH_NORM = Matmul(Kernel.HOPPER_ROW), Matmul(Kernel.HOPPER_ROW, norms=True)
 MANY_GATED = Matmul(Kernel.HOPPER_GATED)
 
@@ -53,7 +53,7 @@ def hopper(*tiles: int) -> Matmul:
 H200_TABLE = [
     ((4096, 1024, SUM_AND_NORM, PLAIN), {1: elementwise(4, 1024, 4, norms=True), 2: hopper(8, 64)}),
     ((4096, 1024, NORM, PLAIN), {1: elementwise(4, 1024, 4, norms=True), 33: hopper(64, 32), 257: CUBLAS}),
-    ((1024, 2048, NOTHING, ADD), {0: CUBLAS, 1: elementwise(2, 2048, 8), 256: hopper(64, 32)}),
+    ((1024, 2048, NOTHING, ADD), {0: NO_ROWS, 1: elementwise(2, 2048, 8), 256: hopper(64, 32)}),
     (
         (3072, 1024, NORM, GATED),
         {1: elementwise(8, 512, 4, norms=True), 64: hopper(64, 32), 4096: MANY_GATED},
@@ -90,6 +90,15 @@ def test_choices_on_an_h200(shape, expected):
     assert found == {rows: choose(Shape(*shape), rows, FP16, H200) for rows in expected}
 
 
+@pytest.mark.parametrize("after", After)
+def test_no_rows_launch_nothing_in_any_format(after):
+    for gpu in (GPU(), H200):
+        for dtype in (BF16, FP32, torch.float8_e4m3fn):
+            assert choose(Shape(4096, 4096, NORM, after), 0, dtype, gpu) == NO_ROWS
+        for bits in (4, 8):
+            assert choose(Shape(4096, 4096, after=after, bits=bits, group=128), 0, BF16, gpu) == NO_ROWS
+
+
 def test_float32_is_cublass_and_its_norm_is_apart():
     for rows in (1, 8, 5000):
         for after in After:
@@ -106,7 +115,7 @@ def test_a_bias_keeps_cublas_from_adding_and_gate_and_up_of_many_rows_from_hoppe
 @pytest.mark.parametrize(("name", "sms"), [("A100", 108), ("L40S", 142), ("RTX 4090", 128), ("T4", 40)])
 def test_other_gpus_have_no_kernel_of_hoppers_and_limits_of_their_own_size(name, sms):
     gpu = GPU(sms, False, derived_limits(sms))
-    kernels = Kernel.ELEMENTWISE, Kernel.TILES, Kernel.CUBLAS
+    kernels = Kernel.NOTHING, Kernel.ELEMENTWISE, Kernel.TILES, Kernel.CUBLAS
     for shape, expected in H200_TABLE:
         for rows in expected:
             assert choose(Shape(*shape), rows, BF16, gpu).kernel in kernels

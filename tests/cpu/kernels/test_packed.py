@@ -20,7 +20,7 @@ from triton_compile import check_kernels
 
 from shoal.errors import CheckpointError
 from shoal.kernels.matmul import gpu_weight, loaders, packed_linear
-from shoal.kernels.matmul.dispatch import GPU, MAX_SPLIT_TILES, After, Kernel, RowTiles, Shape, choose
+from shoal.kernels.matmul.dispatch import GPU, MAX_SPLIT_TILES, Kernel, RowTiles, Shape, choose
 from shoal.kernels.matmul.gpu_weight import GpuWeight, GpuWeights
 from shoal.kernels.matmul.tile_matmul import tile_linear
 from shoal.kernels.quant.ggml_types import GROUPS
@@ -129,9 +129,21 @@ def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> 
     gate, up = y.chunk(2, dim=1)
     _close(weight.gated(x, None), F.silu(gate) * up)
     _close(weight.gated(x, None, activation="gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
-    assert weight.linear(x[:0], bias).shape == (0, 150)
     monkeypatch.setattr(packed_linear, "UNPACKED", 128 * 80)  # 128 outputs at a time
     _close(weight.linear(x, bias), y + bias)
+
+
+def test_no_rows_and_few_of_part_tiles_leave_a_matrix_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no rows unpacked the whole matrix, and so did each step of gate and up of 75 outputs."""
+    weight, x, residual = (
+        _pack(_int4(150, 80, 16)),
+        torch.randn(20, 80).to(FP16),
+        torch.zeros(0, 150).to(FP16),
+    )
+    monkeypatch.setattr(packed_linear, "unpack_rows", None)
+    assert weight.linear(x[:0], None).shape == (0, 150) and weight.gated(x[:0], None).shape == (0, 75)
+    assert weight.add(x[:0], None, residual) is None
+    assert weight.gated(x, None).shape == (20, 75)
 
 
 def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
@@ -147,7 +159,7 @@ def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
 @pytest.mark.parametrize("size", [48, 37])
 @pytest.mark.parametrize("kind", ["int4", "mxfp4", "nvfp4", "Q8_0"])
 def test_gate_and_up_end_with_silu_mul(kind: str, size: int, rows: int) -> None:
-    """37 outputs are not whole tiles, so they are two matmuls."""
+    """37 outputs are not whole tiles, so SiLU * up is a kernel of its own."""
     print("seed", torch.manual_seed(4).initial_seed())
     make = {"int4": lambda: _int4(size, 256, 32, zeros=True), "mxfp4": lambda: _mxfp4(size, 160)}
     make |= {"nvfp4": lambda: _nvfp4(size, 144)}
@@ -355,5 +367,3 @@ def test_packed_weights_have_their_own_matmul_up_to_a_limit_of_rows() -> None:
     for bits, gpu in ((4, GPU()), (8, GPU()), (8, H200)):
         assert choose(Shape(4096, 4096, bits=bits), limit, BF16, gpu).kernel is Kernel.TILES
         assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, gpu).kernel is Kernel.UNPACKED
-    odd = Shape(37, 4096, after=After.SILU_MUL, bits=4)
-    assert choose(odd, 1, BF16, H200).kernel is Kernel.UNPACKED
