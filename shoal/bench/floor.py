@@ -57,6 +57,7 @@ class LayerWork:
     window: int | None  # how many positions a token sees, with its own; None: all before it
     state_bytes: int = 0  # a sequence's, in a recurrent layer
     per_state: int = 0  # floating-point operations that advance the state by a token
+    in_chunks: bool = False  # windows begin at multiples of their size, as Llama 4's do
 
     @classmethod
     def of(cls, model: ModelConfig, kind: LayerKind) -> LayerWork:
@@ -80,18 +81,28 @@ class LayerWork:
             if experts.shared is not None:
                 dense += matrices * hidden * experts.shared.intermediate_size
         dense += 3 * hidden * model.per_layer_size
-        window = None if kind.attention is None else kind.attention.window
+        window, in_chunks = None, False
+        if kind.attention is not None:
+            window, in_chunks = kind.attention.window, kind.attention.in_chunks
         shape = dense, expert, num_experts, chosen, kv_numbers, per_pair
-        return cls(*shape, window, state_bytes, per_state)
+        return cls(*shape, window, state_bytes, per_state, in_chunks)
 
     def seen(self, num_keys: int) -> int:
         """Returns how many of the keys up to its own a token sees."""
-        return num_keys if self.window is None else min(num_keys, self.window)
+        if self.window is None:
+            return num_keys
+        if not self.in_chunks:
+            return min(num_keys, self.window)
+        return num_keys - max(0, num_keys - 1) // self.window * self.window
 
     def pairs(self, num_keys: int) -> int:
         """Returns how many pairs the tokens of a prompt of this length make with the keys that they see."""
-        seen = self.seen(num_keys)
-        return seen * (seen + 1) // 2 + (num_keys - seen) * seen
+        if self.window is None or num_keys <= self.window:
+            return num_keys * (num_keys + 1) // 2
+        if not self.in_chunks:
+            return self.pairs(self.window) + (num_keys - self.window) * self.window
+        chunks, rest = divmod(num_keys, self.window)
+        return chunks * self.pairs(self.window) + self.pairs(rest)
 
 
 def _attention(kind: AttentionKind | LatentKind, hidden: int) -> tuple[int, int, int]:
@@ -174,7 +185,7 @@ class Floor:
         mixing = num_tokens * sum(layer.per_state for layer in self._layers)
         for layer in self._layers:
             mixing += (layer.pairs(cached + num_tokens) - layer.pairs(cached)) * layer.per_pair
-            numbers += (2 * num_tokens + layer.seen(cached)) * layer.kv_numbers
+            numbers += (2 * num_tokens + layer.seen(cached + 1) - 1) * layer.kv_numbers
         seconds = (products / self._matmul_rate + mixing) / self.ceilings.flops_per_s
         return Cost(seconds, numbers * self._kv_bytes, products + mixing)
 

@@ -1,11 +1,13 @@
 """The floor is the one by which the peers were measured; small cases are reckoned by hand."""
 
 import importlib.util
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from shoal.bench.floor import Ceilings, Floor, LayerWork
 from shoal.model_config import ModelConfig
@@ -131,3 +133,29 @@ def test_shared_keys_are_read_by_the_sequence_that_sees_most_of_them():
     floor = Floor(config, Ceilings(1.0, 1e30))
     weights, number = floor.decode([]).seconds, 2 * 2 * 2
     assert floor.decode([40, 10, 12], shared=8).seconds == weights + number * (8 + 8 + 8 - 4)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_tokens_see_what_their_windows_or_chunks_show(in_chunks):
+    """Regression: chunks of positions counted as windows, so a token saw a whole chunk at any position."""
+    window, length = 8, 21
+    if in_chunks:
+        shows = masking_utils.chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int))
+    else:
+        shows = masking_utils.sliding_window_causal_mask_function(window)
+    layer = LayerWork(0, 0, 0, 0, 1, 1, window, in_chunks=in_chunks)
+    seen = shows(0, 0, torch.arange(length)[:, None], torch.arange(length)).sum(1).tolist()
+    assert [layer.seen(keys) for keys in range(length + 1)] == [0, *seen]
+    assert [layer.pairs(tokens) for tokens in range(length + 1)] == [*accumulate(seen, initial=0)]
+
+
+def test_the_layers_of_llama4_see_their_chunks():
+    name, values, _ = tiny_families.FAMILIES["llama4"]
+    published = getattr(transformers, name)(**values).to_dict()
+    config = config_from_json(dict(published, architectures=["Llama4ForCausalLM"]), "tiny")
+    floor = Floor(config, Ceilings(1.0, 1e30))
+    chunk, per_token = values["attention_chunk_size"], 2 * 2 * config.layers[0].attention.num_kv_heads * 16
+    first, second = (floor.decode([length]).bytes_moved for length in (chunk, chunk + 1))
+    in_chunks = sum(kind.attention.in_chunks for kind in config.layers)
+    assert in_chunks
+    assert second - first == per_token * (len(config.layers) - in_chunks - in_chunks * (chunk - 1))
