@@ -78,20 +78,22 @@ class ExpertMatrix(MatrixLayer):
         copy_into(self._part_of(self.bias, part), shard, name)
 
     def _pack(self) -> None:
-        """Packs a stacked matrix once it is known whether kernels of experts take both of its group."""
+        """Packs a stacked matrix. Kernels of experts must take both of its group, so a matrix that they take
+        waits for the other one."""
         if self.stacked:
             check_stack(self._quantized_parts.values())
         other = None if self.other is None else self.other()
         if other is None or isinstance(self.format, PackedWeight):
             super()._pack()
-        elif other._waits():
-            both = self, other
-            takes = all(
-                have_expert_kernels([*m._quantized_parts.values()], len(m.names), m.device, m.dtype)
-                for m in both
-            )
-            for matrix in both:
-                matrix._pack_waiting(takes)
+            return
+        parts, per_expert = [*self._quantized_parts.values()], len(self.names)
+        takes = have_expert_kernels(parts, per_expert, self.device, self.dtype)
+        if takes and not other._waits() and not isinstance(other.format, PackedWeight):
+            return
+        takes = takes and other._waits()
+        self._pack_waiting(takes)
+        if other._waits():
+            other._pack_waiting(takes)
 
     def _waits(self) -> bool:
         return len(self._quantized_parts) == len(self.parts)

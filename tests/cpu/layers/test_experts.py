@@ -64,8 +64,11 @@ def matrices(experts: Experts) -> list[ExpertMatrix]:
     return [module for module in experts.modules() if isinstance(module, ExpertMatrix)]
 
 
-def load(experts: Experts, tensors: Tensors) -> None:
-    for wanted in layer_tensors(experts, "mlp.experts."):
+def load(experts: Experts, tensors: Tensors, down_first: bool = False) -> None:
+    wanted_ones = sorted(
+        layer_tensors(experts, "mlp.experts."), key=lambda wanted: ("down_proj" in wanted.name) != down_first
+    )
+    for wanted in wanted_ones:
         if wanted.name in tensors:
             wanted.load(tensors[wanted.name], wanted.name)
     for matrix in matrices(experts):
@@ -119,6 +122,17 @@ def test_experts_that_come_quantized_stay_so(kind: str) -> None:
     check(experts, tensors)
 
 
+@pytest.mark.parametrize("kind", FP8 | TILED)
+def test_gate_and_up_are_packed_before_down_comes(kind: str) -> None:
+    """Regression: where no kernels of experts would take them, they waited for down, too. In a file with all
+    downs at its end, all layers waited, as a second copy of the weights."""
+    tensors, experts = made((FP8 | TILED)[kind]), build()
+    for wanted in layer_tensors(experts, "mlp.experts."):
+        if "down_proj" not in wanted.name:
+            wanted.load(tensors[wanted.name], wanted.name)
+    assert isinstance(matrices(experts)[0].format, PackedWeight)
+
+
 @pytest.mark.parametrize("kind", ["fp8 by 32", "int4 by 32, zeros", "mxfp4", "Q8_0"])
 def test_new_weights_lie_where_the_old_ones_lay(kind: str) -> None:
     seed()
@@ -163,8 +177,11 @@ def test_where_one_expert_comes_plain_all_matrices_of_its_kind_become_so(plain_o
     check(experts, tensors)
 
 
+@pytest.mark.parametrize("down_first", [False, True])
 @pytest.mark.parametrize("down", ["mxfp4", "mxfp4 of refused sizes", "int4 by 32, zeros", "plain"])
-def test_kernels_of_experts_take_both_matrices_or_none(down: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_experts_take_both_matrices_or_none(
+    down: str, down_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: gate and up were packed for kernels of experts before down was known not to be."""
     packed: list[int] = []
 
@@ -181,11 +198,11 @@ def test_kernels_of_experts_take_both_matrices_or_none(down: str, monkeypatch: p
     tensors, experts = made(TILED["mxfp4"]), build()
     for name in [name for name in tensors if "down_proj" in name and "mxfp4" not in down]:
         tensors[name] = TILED.get(down, plain)(HIDDEN, SIZE)
-    load(experts, tensors)
+    load(experts, tensors, down_first)
     assert sorted(packed) == ([1, 2] if down == "mxfp4" else [])
     assert isinstance(matrices(experts)[0].format, PackedWeight)
     check(experts, tensors)
-    load(experts, tensors)  # weights that come again
+    load(experts, tensors, down_first)  # weights that come again
     assert sorted(packed) == ([1, 1, 2, 2] if down == "mxfp4" else [])
     check(experts, tensors)
     if down == "mxfp4":
