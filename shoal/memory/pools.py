@@ -63,9 +63,13 @@ class TorchPools:
         everything must be kept."""
         if not hasattr(pool, "snapshot"):
             return None
+        # pool.snapshot() passes the pool's id to a C function that releases its numbers once too often (in
+        # PyTorch 2.11). Python frees numbers above 256, so a process with more pools would end in a fault.
+        own = pool.id
         live = sorted(
             (block["address"], block["size"])
-            for segment in pool.snapshot()
+            for segment in self._memory.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == own
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         )

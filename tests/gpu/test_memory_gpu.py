@@ -4,6 +4,8 @@ They compare the card's free memory before and after, so they need the card alon
 """
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -245,3 +247,28 @@ def test_each_device_has_a_region_of_its_own(regions):
     assert all(torch.cuda.mem_get_info(d)[0] - free[d] > 0.9 * GIB for d in range(2))
     regions.resume()
     assert all((tensor == d).all() for d, tensor in enumerate(tensors))
+
+
+def test_a_process_with_many_pools_pauses_as_one_with_few():
+    """PyTorch's MemPool.snapshot released the numbers of the pool's id once too often, and Python frees those
+    above 256. So a process that had made more pools ended in a fault some pauses later."""
+    code = """
+import sys, torch
+from shoal.memory.regions import Regions
+pools = [torch.cuda.MemPool() for _ in range(300)]
+regions = Regions()
+with regions.region("weights", offload=True):
+    x = torch.arange(1 << 20, device="cuda")
+kept = regions._pools.live_ranges(regions._regions["weights", 0].pool)
+assert kept == [(x.data_ptr(), x.nbytes)], kept
+number = pools[-1].id[1]
+assert number > 256
+for _ in range(2000):
+    regions._pools.live_ranges(pools[-1])
+regions.pause()
+regions.resume()
+assert (x == torch.arange(1 << 20, device="cuda")).all()
+print("well", sys.version)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("well"), done.stderr
