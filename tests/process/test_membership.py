@@ -85,7 +85,7 @@ async def test_a_worker_has_the_fields_of_its_member_and_leaves_with_it(caplog):
         assert info.tags == {"x", "y"}
         assert (info.block_size, info.total_blocks, info.max_running) == (16, 1024, 4)
         assert link.card == CARD and info.identity["vocabulary size"] == 512
-        await registry.unregister("w")
+        await registry.close()
         await until(lambda: router.left == ["w"])
         assert "worker w has left the plane" in caplog.messages
 

@@ -117,8 +117,8 @@ async def test_members_are_seen_by_all_with_their_fields_and_gone_when_they_leav
         await a.register(member("w.1", details={"draining": True}))
         while not b.members["w.1"].details.get("draining"):
             await asyncio.sleep(0.01)
-        await a.unregister("w.1")
-        for registry in (a, b, c):
+        await a.close()
+        for registry in (b, c):
             await until(registry)
         await b.register(said)
         await until(c, "w.1")
@@ -301,7 +301,7 @@ async def test_members_and_subscriptions_come_back_with_a_registry_that_restarts
                 await until(late, "w")
         assert views == [{"w"}], "no member leaves while the registry is away"
         watching.cancel()
-        await a.unregister("w")
+        await a.close()
         await until(b)
 
 

@@ -45,7 +45,6 @@ from shoal.fleet.registry.hub import (
     Reply,
     Respond,
     Subscribe,
-    Unregister,
     Unsubscribe,
     Welcome,
     WhoAreYou,
@@ -313,10 +312,6 @@ class EmbeddedRegistry(Registry):
             if self.clock.now() > patience:
                 raise reply.failure.build()
             await self.clock.sleep(TICK_S)
-
-    async def unregister(self, member_id: str) -> None:
-        self._registered.pop(member_id, None)
-        self._post(Unregister(member_id))
 
     # Broadcast
 

@@ -51,10 +51,6 @@ class Register(HubMessage, frozen=True):
     member: Member
 
 
-class Unregister(HubMessage, frozen=True):
-    member_id: str
-
-
 class Subscribe(HubMessage, frozen=True):
     call_id: int
     subject: str
@@ -85,7 +81,7 @@ class Respond(HubMessage, frozen=True):
     answer: Answer | None
 
 
-ToHub = Announce | Renew | Bye | Register | Unregister | Subscribe | Unsubscribe | Publish | Ask | Respond
+ToHub = Announce | Renew | Bye | Register | Subscribe | Unsubscribe | Publish | Ask | Respond
 
 
 # From the hub
@@ -207,8 +203,6 @@ class Hub:
                 self._lose(peer)
             case Register():
                 self._register(peer, message)
-            case Unregister():
-                self._drop_members(peer.name, lambda member_id: member_id == message.member_id)
             case Subscribe():
                 self._subscribe(peer, message)
             case Unsubscribe():

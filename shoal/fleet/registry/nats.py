@@ -145,15 +145,6 @@ class NatsRegistry(Registry):
                 raise is_taken(member.id)
             await self.clock.sleep(TICK_S)
 
-    async def unregister(self, member_id: str) -> None:
-        async def delete() -> None:
-            async with self._writing:
-                await self._bucket.delete(_member_key(member_id))
-                self._revisions.pop(member_id, None)
-
-        if self._registered.pop(member_id, None):
-            await self._insist(delete)
-
     @property
     def _bucket(self) -> KeyValue:
         assert self._members_bucket
@@ -197,9 +188,9 @@ class NatsRegistry(Registry):
     async def _claim_again(self) -> None:
         for member_id in list(self._registered):
             async with self._writing:
-                member = self._registered.get(member_id)
+                member = self._registered[member_id]
                 # The first claim of a key that the server has forgotten fails, the second creates it.
-                if member and not (await self._claim(member) or await self._claim(member)):
+                if not (await self._claim(member) or await self._claim(member)):
                     del self._registered[member_id]
                     logger.error("member %r: another process has the id now", member_id)
 

@@ -120,13 +120,10 @@ class Registry(ABC):
 
     @abstractmethod
     async def register(self, member: Member) -> None:
-        """Returns when all processes can see the member. Its lease is renewed until `unregister`, `close`, or
-        the death of the process. Registering an id of this process again replaces the fields. Raises
-        ConfigError for an id of another living process, after the time of a lease in which that process could
-        still turn out dead."""
-
-    @abstractmethod
-    async def unregister(self, member_id: str) -> None: ...
+        """Returns when all processes can see the member. Its lease is renewed until `close`, or the death of
+        the process. Registering an id of this process again replaces the fields. Raises ConfigError for an id
+        of another living process, after the time of a lease in which that process could still turn out dead.
+        """
 
     # Broadcast
 

@@ -40,10 +40,6 @@ class HostTier:
         """KV blocks that can be found here."""
         return len(self._metas)
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The host blocks of the longest findable prefix of `keys`. Only hold() makes them safe."""
-        return self._pool.match(keys)
-
     def find(self, key: bytes) -> int | None:
         """The host block that has this content. Only hold() makes it safe."""
         return self._pool.find(key)
