@@ -7,6 +7,7 @@ from array import array
 from shoal.hashing import extend_keys, root_key
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.tiers.block_file import BlockMeta
+from tests.waiting import eventually
 
 SIZE = 4  # tokens
 BYTES = 512
@@ -39,6 +40,11 @@ def keys_of(metas):
 def write(tier, metas):
     """Returns for each block whether the tier has taken it."""
     return [tier.write(meta, memoryview(content(meta, tier.spec))).result(20) for meta in metas]
+
+
+def settle(tier, patience_s=20):
+    """Returns once all reads and writes of the tier have ended."""
+    eventually(lambda: tier.stats().pending == 0, lambda: f"{tier.stats().pending} are left", patience_s)
 
 
 def read(tier, meta):

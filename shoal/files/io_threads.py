@@ -59,12 +59,6 @@ class IoThreads:
         """Number of jobs that wait or run."""
         return len(self._jobs) + self._running
 
-    def wait(self, timeout_s: float) -> int:
-        """Waits until no job is pending, at most `timeout_s`. Returns the number of pending jobs."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.pending, timeout_s)
-            return self.pending
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Fails the waiting jobs, and waits for the running ones, at most `timeout_s`."""
         with self._changed:

@@ -154,12 +154,8 @@ class DiskTier:
 
     # Life
 
-    def flush(self, timeout_s: float) -> int:
-        """Waits for the writes in progress, up to `timeout_s`. Returns how many are left."""
-        return self._writes.wait(timeout_s)
-
     def close(self, timeout_s: float = 5.0) -> None:
-        """Drops waiting jobs (call flush first) and waits for running ones, up to `timeout_s`."""
+        """Drops waiting jobs and waits for running ones, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         close_all((self._writes, self._reads), timeout_s)
         with self._lock:

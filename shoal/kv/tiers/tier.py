@@ -78,10 +78,6 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats: ...
 
-    def flush(self, timeout_s: float) -> int:
-        """Waits for the writes in progress, up to `timeout_s`. Returns how many are left."""
-        ...
-
     def close(self) -> None:
         """Drops waiting jobs and waits for running ones, in bounded time."""
         ...

@@ -23,7 +23,7 @@ from shoal.files import io_threads
 from shoal.kv.tiers import block_folder
 from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pages, spec_name
 from shoal.kv.tiers.disk import DiskTier
-from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, write
+from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, settle, write
 
 FILE = in_pages(PAGE + BYTES)  # a block's bytes on disk
 
@@ -39,7 +39,7 @@ def make(tmp_path):
 
     yield build
     for tier in tiers:
-        tier.flush(10)
+        settle(tier)
         tier.close()
         tier.check()
 
@@ -78,7 +78,7 @@ def test_what_was_written_is_read(make):
         and tier.match([metas[0].key, b"?" * 16]) == 1
         and not tier.contains(b"?" * 16)
     )
-    assert tier.flush(10) == tier._reads.wait(10) == 0
+    settle(tier)
     stats = tier.stats()
     assert (stats.blocks, stats.written, stats.read, stats.pending, stats.problems) == (11, 11, 11, 0, {})
     assert stats.num_bytes == 8 * FILE + 3 * in_pages(2 * PAGE + BYTES)
@@ -558,7 +558,7 @@ def test_an_interrupted_write_leaves_the_counts_right(make, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(tier._folder, "prepare", lambda *args: [][1])  # a bug
         assert write(tier, metas[:1]) == [False]
-    assert tier.flush(10) == 0
+    settle(tier)
     tier.check()
     assert write(tier, metas) == [True, True]
 
@@ -659,9 +659,10 @@ def test_writes_beyond_the_bound_are_refused_at_once_and_reads_do_not_queue_behi
     assert all_right(tier, metas[:1]) and not first.done()
     again = tier.write(metas[1], memoryview(content(metas[1])))
     assert again is first, "a block under way is not written twice"
-    assert tier.flush(0.05) == 3
+    assert tier.stats().pending == 3
     gate.open.set()
-    assert tier.flush(10) == 0 and all(future.result() for future in (first, *others[:2]))
+    settle(tier)
+    assert all(future.result() for future in (first, *others[:2]))
 
 
 def test_threads_that_cannot_be_had_cost_a_block_or_some_speed(make, monkeypatch):
@@ -707,7 +708,8 @@ def test_a_block_forgotten_while_it_is_written_does_not_come_back(make, tmp_path
     gate.reached.acquire(timeout=10)
     tier.forget(keys_of(metas[:1]))
     gate.open.set()
-    assert futures[1].result(10) and tier.flush(10) == 0
+    assert futures[1].result(10)
+    settle(tier)
     assert [tier.contains(meta.key) for meta in metas] == [False, True] and files(tmp_path).keys() == {
         metas[1].key.hex()
     }
@@ -726,7 +728,7 @@ def test_a_block_forgotten_while_its_read_waits_is_a_miss_and_no_problem(make, m
     futures = [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]
     assert reached.wait(10)
     tier.forget(keys_of(metas[1:]))
-    assert tier.flush(10) == 0
+    settle(tier)
     go.set()
     assert [future.result(10) for future in futures] == [True, False] and not tier.stats().problems
 
@@ -736,13 +738,13 @@ def test_forgotten_blocks_are_not_found_and_their_files_go(make, tmp_path):
     write(tier, metas)
     tier.forget(keys_of(metas[:2]))
     assert not tier.contains(metas[0].key) and read(tier, metas[0]) is None
-    tier.flush(10)
+    settle(tier)
     assert (
         files(tmp_path).keys() == {meta.key.hex() for meta in metas[2:]}
         and tier.stats().num_bytes == 2 * FILE
     )
     tier.reset()
-    tier.flush(10)
+    settle(tier)
     assert not files(tmp_path) and tier.stats().blocks == tier.stats().num_bytes == 0
     assert all(write(tier, metas)) and all_right(tier, metas)
 
@@ -996,13 +998,13 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
                     other.write(meta, memoryview(content(meta))).result(20)
                 other.close()
             tier, reported = build(), set()
-        tier.flush(20)
+        settle(tier)
         for event in tier.take_events():
             if isinstance(event, bytes):
                 reported.remove(event)
             else:
                 reported.add(event.key)
-        tier._reads.wait(20)
+        settle(tier)
         tier.check()
         assert reported == tier._verified
         assert sum(in_pages(path.stat().st_size) for path in files(tmp_path).values()) <= max_blocks * FILE

@@ -9,7 +9,7 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
 from shoal.kv.tiers.registry import TIERS, TierPlace, first_read_s, has_tiers, open_tiers
-from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, write
+from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of, read, settle, write
 
 # The options that switch each tier on, with {path} for a folder of the test's own
 OPTIONS = {
@@ -75,7 +75,7 @@ def test_a_look_up_counts_the_leading_blocks_that_are_there(kind, open_tier):
 def test_what_another_instance_left_is_found_again(kind, open_tier):
     first, metas = open_tier(kind), chain(3)
     write(first, metas)
-    assert first.flush(20) == 0
+    settle(first)
     first.close()
     second = open_tier(kind)
     assert second.look_up(keys_of(metas)).result(20) == 3
@@ -112,7 +112,7 @@ def test_a_closed_tier_says_no_and_raises_nothing(kind, open_tier):
     write(tier, [meta])
     tier.close()
     assert tier.write(other, memoryview(content(other))).result(20) is False
-    assert tier.flush(1) == 0
+    settle(tier)
     tier.close()
 
 
