@@ -89,7 +89,6 @@ class IoThreads:
                     future.set_result(False)
             with self._changed:
                 self._running -= 1
-                self._changed.notify_all()
 
 
 def close_all(all_threads: Iterable[IoThreads], timeout_s: float) -> None:
