@@ -784,7 +784,7 @@ class ResolvedConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Options of `shoal serve` beside the engine's; vLLM's names where it has them. Raises ConfigError."""
+    """Options of `shoal serve` but for the engine's; vLLM's names where it has them. Raises ConfigError."""
 
     host: str = option(
         "127.0.0.1",

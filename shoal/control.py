@@ -185,4 +185,4 @@ class Control(Protocol):
 
 
 class ServedEngine(Engine, Control, Protocol):
-    """An engine behind a served model: a worker's engine, a fleet, a fake."""
+    """The engine of a served model: a worker's engine, a fleet, a fake."""

@@ -80,11 +80,11 @@ async def run_router(
     ports: Sequence[socket.socket],
     drain: asyncio.Event,
     force: asyncio.Event,
-    beside: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
+    meanwhile: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
     at_end: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Routes until `drain` is set and running requests have ended, or until `force` is set. `ports`: from
-    open_ports; closed at the end. `beside` runs meanwhile and is cancelled at the end; then `at_end` runs,
+    open_ports; closed at the end. `meanwhile` runs as long, and is cancelled at the end; then `at_end` runs,
     while the plane is still open for workers that leave it. Raises ShoalError as serve_until does."""
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -137,8 +137,8 @@ async def run_router(
             joined = partial(_join, fleet)
             watching = watch_workers(registry, key, joined, fleet.leave, fleet.set_role, fleet.published)
             tasks.append(start(watching))
-        if beside is not None:
-            tasks.append(start(beside(fleet)))
+        if meanwhile is not None:
+            tasks.append(start(meanwhile(fleet)))
         stack.push_async_callback(stop, tasks)
         await serve_until(drain, force, app, admin, server, ports, ready=ready)
 

@@ -222,8 +222,8 @@ def _skew(url: str, date: str) -> list[Finding]:
         return []
     if abs(skew_s) <= MOST_SKEW_S:
         return []
-    means = "Its log lines and metrics are out of order beside ours."
-    found = f"{skew_s:+.0f} s beside this machine's"
+    means = "Its log lines and metrics do not sort with those of this machine."
+    found = f"{skew_s:+.0f} s from this machine's"
     return [limited(f"clock of {url}", found, means, "Run chrony or systemd-timesyncd on both hosts.")]
 
 

@@ -30,7 +30,7 @@ def allocate_cache(config: ResolvedConfig, ranks: Ranks) -> tuple[int, SnapshotR
         )
     snapshots = _snapshot_room(config, runner.states.plan.num_blocks)
     try:
-        ranks.call(commands.ALLOCATE, num_blocks, 0 if snapshots is None else snapshots.beside)
+        ranks.call(commands.ALLOCATE, num_blocks, 0 if snapshots is None else snapshots.reserved)
     except (MemoryError, torch.OutOfMemoryError):
         raise ConfigError(
             f"{num_blocks} KV blocks of {block_bytes} bytes don't fit in memory; lower "
@@ -41,11 +41,11 @@ def allocate_cache(config: ResolvedConfig, ranks: Ranks) -> tuple[int, SnapshotR
 
 def _snapshot_room(config: ResolvedConfig, size: int) -> SnapshotRoom | None:
     """Returns the room for snapshots of `size` KV blocks each. They share the memory of the cache with KV.
-    Only where the number of KV blocks is given, they have memory beside it: for some of each sequence, but
+    Only where the number of KV blocks is given, they have memory of their own: for some of each sequence, but
     not more than the KV blocks have, unless that is little."""
     if not size:
         return None
     given = config.num_gpu_blocks_override if config.enable_prefix_caching else 0
     most = SNAPSHOTS_A_SEQ * config.max_num_seqs * size
-    beside = min(most, max(given, FEW_SNAPSHOTS * size)) if given else 0
-    return SnapshotRoom(size, beside, drafts=config.speculative is not None)
+    reserved = min(most, max(given, FEW_SNAPSHOTS * size)) if given else 0
+    return SnapshotRoom(size, reserved, drafts=config.speculative is not None)

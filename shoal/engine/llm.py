@@ -141,7 +141,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
         """Returns one embedding for each prompt, in order: the hidden state after its last token, of unit
-        length. Prompts are given as for `generate`."""
+        length. Prompts, and what is raised, are as for `generate`."""
         embeddings = []
         params = SamplingParams(max_tokens=1)
         with only_young_garbage:
@@ -187,7 +187,7 @@ class LLM:
         return outputs
 
     def _advance(self, searches: Sequence[BeamSearch], salts: Sequence[str | None]) -> None:
-        """One token for every running beam."""
+        """Adds one token to every running beam."""
         beams = [
             {"prompt_token_ids": beam.tokens, "cache_salt": salt}
             for search, salt in zip(searches, salts)
@@ -231,7 +231,8 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Renders one conversation, or a list of them, through the model's chat template, and generates the
-        answers."""
+        answers: one RequestOutput for each conversation, in order. Raises as `generate`, and RequestError for
+        messages that the template refuses."""
         if not isinstance(messages, Sequence) or not messages:
             raise RequestError(
                 f"messages must be a conversation, got {messages!r:.80}; give a list of "
@@ -252,7 +253,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        """The prompt of a conversation. The template writes the special tokens, so none are added."""
+        """Returns the prompt of a conversation, as text and token ids, for `generate`. The template writes
+        the special tokens, so none are added. `options`: arguments of `apply_chat_template`. Raises
+        RequestError for messages that the template refuses."""
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(
             messages, **{"add_generation_prompt": True} | options, tokenize=False
@@ -264,7 +267,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yields the growing RequestOutput of one prompt after every step that adds to it; with `every_step`
         after the others too, so that a long prompt can be abandoned in the middle. Closing the iterator
-        aborts the request."""
+        aborts the request. Raises as `generate`, at the first `next`."""
         [params] = self._params_for(1, sampling_params)
         [group] = groups = self._add([self._group(prompt, params, 0)])
         shown = group.progress
@@ -282,12 +285,14 @@ class LLM:
             self._drop(groups)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults, from generation_config.json."""
+        """Returns the model's own defaults, from generation_config.json."""
         return SamplingParams(**sampling_defaults(self.generation_config, self.tokenizer is not None))
 
     # Everything else
 
     def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer. Raises RequestError for an engine without one
+        (skip_tokenizer_init)."""
         if self.tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer (skip_tokenizer_init); give token ids, "
@@ -297,7 +302,7 @@ class LLM:
 
     @_alone
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
+        """Forgets all cached prefixes. Returns False if blocks were still in use (they are forgotten too)."""
         return self.core.reset_prefix_cache()
 
     @_alone
@@ -310,7 +315,7 @@ class LLM:
 
     @_alone
     def kv_snapshot(self) -> EventBatch:
-        """All KV blocks that are cached now, as one batch that clears all and stores them. Raises as
+        """Returns all KV blocks that are cached now, as one batch that clears all and stores them. Raises as
         drain_kv_events."""
         return self.core.kv_events.snapshot()
 
@@ -318,8 +323,9 @@ class LLM:
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
         """Gives the device's memory back. Level 0 pauses scheduling only, 1 keeps the weights in host memory
         (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both; 1 and 2 need
-        enable_sleep_mode=True. `tags` ("weights", "kv_cache") restricts it to some regions. Requests that run
-        (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every
+        enable_sleep_mode=True. `tags` ("weights", "kv_cache") restricts it to some regions. `mode`: running
+        requests (of `stream`) end first ("wait"), are aborted ("abort"), or continue after the wake-up
+        ("keep"). Returns the bytes of memory by region. Until every
         region is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or
         mode, and UnavailableError where the host lacks memory to keep the weights in; then nothing has
         changed."""
@@ -330,20 +336,21 @@ class LLM:
 
     @_alone
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again, at the same addresses; all regions, or the regions named by `tags`. If memory
-        was taken meanwhile it raises UnavailableError, nothing has changed, and it can be tried again. After
-        level 2 weights are missing: until an update `generate` raises UnavailableError."""
+        """Takes memory again, at the same addresses: of all regions, or of those in `tags`. Returns the bytes
+        of memory by region. After level 2 weights are missing: until an update `generate` raises
+        UnavailableError. Raises ConfigError for an unknown tag, and UnavailableError if another program has
+        the memory now; then nothing has changed, and it can be tried again."""
         return self.core.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
-        """Until every region is awake; at level 0 too."""
+        """True while a region sleeps or, at level 0, scheduling is paused."""
         return self.core.sleep_state().is_sleeping
 
     @_alone
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
-        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        """Returns by tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on
+        the host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
         {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         return self.core.memory_usage()
 
@@ -369,7 +376,8 @@ class LLM:
     def update_weights_from_tensors(self, tensors: Mapping[str, Any] | Sequence[dict[str, Any]]) -> int:
         """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of
         another process's (shoal.weights.transfer.SharedTensors). Some of a model's tensors will do; after
-        level 2 all must have come before it generates."""
+        level 2 all must have come before it generates. Returns the new version. Raises CheckpointError for
+        tensors that do not fit the model, and ConfigError for anything else than tensors."""
         return self.core.weights.update_from_tensors(tensors)
 
     @_alone
@@ -382,8 +390,9 @@ class LLM:
         group_name: str = "weight_update_group",
         backend: str = "nccl",
     ) -> None:
-        """Joins the process group that a trainer opens as its rank 0, with this engine's ranks from
-        `rank_offset` on; waits for all."""
+        """Joins the process group that a trainer opens as its rank 0: rank r of this engine is rank_offset +
+        r of `world_size`. Returns when all members have joined. Raises ConfigError for impossible values, and
+        UnavailableError if the members do not join in time."""
         self.core.weights.init_group(
             master_address, master_port, rank_offset, world_size, group_name, backend
         )
@@ -396,13 +405,14 @@ class LLM:
         shapes: Sequence[Sequence[int]],
         group_name: str = "weight_update_group",
     ) -> int:
-        """Receives whole tensors that rank 0 of the group broadcasts in this order. Returns the new
-        version."""
+        """Receives whole tensors that rank 0 of the group broadcasts in this order, by their Hugging Face
+        names, torch dtypes and shapes. Returns the new version. Raises CheckpointError for tensors that do
+        not fit the model, and ConfigError for an unknown group."""
         return self.core.weights.update_from_distributed(names, dtypes, shapes, group_name)
 
     @_alone
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
-        """Leaves the group."""
+        """Leaves the group. Raises ConfigError if the engine is in no group of this name."""
         self.core.weights.destroy_group(group_name)
 
     @property
@@ -412,8 +422,8 @@ class LLM:
 
     @_alone
     def check_weights(self) -> dict[str, str]:
-        """A checksum of each tensor, by rank and name; equal in engines of equal weights, dtype and
-        tensor_parallel_size."""
+        """Returns a checksum of each tensor under "rank{i}.{name}"; equal in engines of equal weights, dtype
+        and tensor_parallel_size."""
         return self.core.check_weights()
 
     def _finish_requests(self) -> None:
@@ -434,16 +444,19 @@ class LLM:
 
     @_alone
     def start_profile(self, folder: str = "shoal-traces") -> None:
-        """Traces what follows, until stop_profile. Raises ConfigError for a folder that can't be written."""
+        """Traces what follows, until stop_profile. Raises ConfigError for a folder that can't be written, and
+        if a trace is being made already."""
         self.core.start_profile(folder)
 
     @_alone
     def stop_profile(self) -> list[str]:
-        """Writes the traces, one file a rank, for ui.perfetto.dev; returns their paths."""
+        """Writes the traces, one file a rank, for ui.perfetto.dev, and returns their paths. Raises
+        ConfigError if none is being made."""
         return self.core.stop_profile()
 
     @_alone
     def stats(self) -> Stats:
+        """Returns counts, rates and usage of this moment (shoal/stats.py)."""
         return self.core.stats()
 
     @_alone

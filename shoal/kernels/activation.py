@@ -84,7 +84,7 @@ def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     step's layers, and the kernels after it rely on what was prepared before it (pdl.py)."""
     assert weight_VD.is_contiguous()
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
-    # a matmul reads it in models whose norms stand behind attention
+    # a matmul reads it in models whose norms follow attention
     out_TD = empty_matmul_input(weight_VD, num_tokens, size)
     block = min(BLOCK, next_power_of_2(size))
     grid = (num_tokens, cdiv(size, block))

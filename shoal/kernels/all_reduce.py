@@ -117,9 +117,9 @@ class Peers:
     def release_waits(self, counters: torch.Tensor, flags: torch.Tensor) -> None:
         """Ends all waits of this rank, now and for a long time. To be called on another stream.
 
-        It only copies, by way of memory of the host for all counters and for all flags, pinned beside a GPU,
-        that was allocated before: who allocates on the device or runs a kernel there for the first time may
-        wait for the very kernels that are to be released."""
+        It only copies, by way of memory of the host for all counters and for all flags (pinned, if there is a
+        GPU) that was allocated before: an allocation on the device, or the first launch of a kernel there,
+        may wait for the very kernels that are to be released."""
         counters.copy_(self.head[:COUNTER_INTS])
         flags.copy_(counters.max() + FAR_AHEAD)
         self.head[COUNTER_INTS:].copy_(flags)

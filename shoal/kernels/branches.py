@@ -1,4 +1,4 @@
-"""Norms before and behind two branches of a layer that work on the same residual (an MLP and experts beside
+"""Norms before and after two branches of a layer that work on the same residual (an MLP and experts next to
 it), a Triton kernel each. A row is read once and stays in registers.
 
 T tokens · D hidden. The oracle is reference.py.

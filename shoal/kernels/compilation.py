@@ -160,7 +160,9 @@ def _fork() -> int:
     process = -1
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python 3.12 warns of forks in processes with threads.
             process = os.fork()
     finally:
         if process:

@@ -45,10 +45,10 @@ def rows_with_room(rows: int) -> int:
 
 
 def empty_matmul_input(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An empty [T, ...] that a matmul will read, with memory for `rows_with_room` rows behind it.
+    """An empty [T, ...] that a matmul will read, in memory for `rows_with_room` rows.
 
     The matmuls of hopper_linear.py read whole tiles of rows by TMA, which is slow to fill in zeros for rows
-    beyond a matrix. So they read what lies behind these rows instead, for sums that nobody stores. An input
+    beyond a matrix. So they read the memory after these rows instead, for sums that nobody stores. An input
     without such room is answered right, but more slowly: whatever writes a matmul's input should get it from
     here.
     """

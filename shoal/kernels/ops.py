@@ -3,7 +3,7 @@ and an engine chooses one of the two. The reference.py of each room describes wh
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
 intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence ·
-K samples from whole rows.
+K samples from whole rows. The reference.py of a room has its further letters.
 """
 
 from __future__ import annotations

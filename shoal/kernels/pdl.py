@@ -2,7 +2,7 @@
 wait for it by itself.
 
 A decode step is a chain of small kernels; each needs what the one before it wrote. With PDL the
-launch of a kernel, and whatever it can do without its inputs (a matmul loads weights), hide behind its
+launch of a kernel, and whatever it can do without its inputs (a matmul loads weights), overlap with its
 predecessor. A kernel that takes part (`pdl_options`) keeps three rules:
 
 1. Before it waits it writes nothing, as kernels before it may still read or write that memory. The allocator

@@ -1,5 +1,5 @@
-"""Norms, activation, rope, embedding and the batch state in plain PyTorch: the oracle of the kernels beside
-this file, and the CPU's ops where it has nothing faster. Each room of kernels has a reference.py of its own.
+"""Norms, activation, rope, embedding and the batch state in plain PyTorch: the oracle of the kernels in
+this folder, and the CPU's ops where it has nothing faster. Each room of kernels has its own reference.py.
 
 Norms accumulate in float32 and round as transformers does: they normalise, cast to the weight's dtype, then
 multiply by the weight. So the product of a norm whose weight is float32 is rounded once, after it.

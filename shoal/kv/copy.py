@@ -172,14 +172,14 @@ def copy_blocks(
             _copy_in_between(srcs, from_ids, dsts, to_ids, stream)
         return None
     block_map = BlockMap(srcs, dsts)
-    copying = behind_current(block_map.devices, stream)
+    copying = after_current(block_map.devices, stream)
     event = copying.stage(block_map, src_ids, dst_ids).trigger_all_layers()
     if event is not None and copying.stream is not stream:
         (stream or torch.cuda.current_stream(copying.device)).wait_event(event)
     return event
 
 
-def behind_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
+def after_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
     """Returns a CopyStream on `stream` if one of the devices owns it, otherwise on a private stream that
     has waited for it or for the current one. Default streams are waited for too, because the copy engines'
     batches do not accept them."""

@@ -39,14 +39,14 @@ class SnapshotListener(Protocol):
 class Snapshots:
     """`size`: blocks of a snapshot. The pool counts the blocks of snapshots as held.
 
-    `beside`: the number of blocks for snapshots alone, numbered after the pool's; 0: snapshots take the
+    `reserved`: the number of blocks for snapshots alone, numbered after the pool's; 0: snapshots take the
     pool's. An instance listens to the pool, and touches no memory."""
 
-    def __init__(self, pool: BlockPool, size: int, beside: int = 0) -> None:
+    def __init__(self, pool: BlockPool, size: int, reserved: int = 0) -> None:
         self.size = size
-        self.is_shared = not beside
+        self.is_shared = not reserved
         self._pool = pool
-        self._source = pool if self.is_shared else BlockPool(beside, enable_caching=False)
+        self._source = pool if self.is_shared else BlockPool(reserved, enable_caching=False)
         self._offset = 0 if self.is_shared else pool.num_blocks
         self._found: dict[bytes, StateSnapshot] = {}
         # the findable ones without users, by last use, the oldest first

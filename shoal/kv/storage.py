@@ -152,8 +152,8 @@ def host_memory(num_bytes: int) -> Memory:
 
 
 class SharedPages:
-    """Anonymous memory that other processes of this user can map, read-only, through `fd`. Behind its
-    `num_bytes` bytes lies a key of KEY_BYTES at `key_offset`, all zeros until it is written."""
+    """Anonymous memory that other processes of this user can map, read-only, through `fd`. After its
+    `num_bytes` bytes, at `key_offset`, is a key of KEY_BYTES, all zeros until it is written."""
 
     def __init__(self, num_bytes: int) -> None:
         self.key_offset = -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -35,8 +35,8 @@ class LayerWeights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     # norms of what is added to the residual; None: it is added as it is
-    behind_attention: torch.Tensor | None = None
-    behind_mlp: torch.Tensor | None = None
+    after_attention: torch.Tensor | None = None
+    after_mlp: torch.Tensor | None = None
 
 
 class CpuLayers:
@@ -126,7 +126,7 @@ class CpuLayers:
             scratch.data_ptr(),
         ):
             raise MemoryError(f"no memory for a step of {tokens} tokens")
-        return x_TD if self._layers[-1].behind_mlp is None else None
+        return x_TD if self._layers[-1].after_mlp is None else None
 
 
 def _address(value: CpuWeight | torch.Tensor | None) -> int | None:

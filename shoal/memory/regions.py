@@ -7,8 +7,8 @@
     pause()       # their memory is free for others; the state is in host memory, the buffer's content is gone
     resume()      # the same tensors, at the same addresses
 
-Regions work without the engine, beside PyTorch's own allocator, and in a training program too. Captured CUDA
-graphs stay valid.
+Regions work without the engine, together with PyTorch's own allocator, and in a training program too.
+Captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations

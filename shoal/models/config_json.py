@@ -150,7 +150,7 @@ def _text_model_type(config: Mapping[str, Any]) -> str | None:
 
 def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Returns the fields of the text model in a multimodal one's config, and of any other model its own. A
-    field that the text model's config lacks, or has as null, may be beside it. The head is tied if either
+    field that the text model's config lacks, or has as null, may be outside of it. The head is tied if either
     says so, as transformers reads the outer field; files with a head of their own are seen later."""
     text = config.get("text_config")
     if text is None:

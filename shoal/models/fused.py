@@ -55,8 +55,8 @@ def fuse_layers(layers: Iterable, config: ModelConfig) -> CpuLayers | None:
                 mlp_norm=mlp_norm.weight,
                 q_norm=None if attention.q_norm is None else attention.q_norm.weight,
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-                behind_attention=layer.post_attention_layernorm.weight if is_sandwich else None,
-                behind_mlp=layer.post_feedforward_layernorm.weight if is_sandwich else None,
+                after_attention=layer.post_attention_layernorm.weight if is_sandwich else None,
+                after_mlp=layer.post_feedforward_layernorm.weight if is_sandwich else None,
             )
         )
     return CpuLayers(weights, mixer.num_heads, config.rms_norm_eps, mixer.scale, config.activation)

@@ -112,7 +112,7 @@ def _gib(value: Any) -> int:
 
 OFF = (False,)
 LOG_HAS_NO_TEXT = "the log has no prompts and no answers without --verbose"
-ONE_PROCESS = "one process takes all requests, and text is tokenized in threads beside it"
+ONE_PROCESS = "one process takes all requests, and text is tokenized in its threads"
 NO_REPLICAS = "a server has one engine, and replicas are workers of a fleet"
 NO_EXPERT_RANKS = "the devices of tensor_parallel_size share each expert"
 TEXT_ALONE = "models here read only text"

@@ -30,7 +30,7 @@ OLLAMAS_STORE = frozenset(f"/api/{name}" for name in ("pull", "push", "create", 
 
 
 class Server:
-    """The application behind one port."""
+    """The application of one port."""
 
     def __init__(
         self,

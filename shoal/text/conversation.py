@@ -107,7 +107,7 @@ def with_calls_alone(messages: Sequence[Message], empty: str | None) -> list[Mes
 
 
 def with_results_first(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with instructions between a call and its results moved behind the results."""
+    """Returns the conversation with instructions between a call and its results moved after the results."""
     found: list[Message] = []
     held: list[Message] = []  # instructions since the last message with calls, or since a result of it
     for message in messages:
@@ -146,7 +146,7 @@ def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
 def with_one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Returns the conversation with a message for each call, and after it the result of that call."""
     found: list[Message] = []
-    results: list[Message] = []  # the results were moved behind their calls
+    results: list[Message] = []  # the results were moved after their calls
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         if len(calls) < 2:

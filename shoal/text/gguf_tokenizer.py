@@ -103,7 +103,7 @@ _BAILING = (
 _SEED_CODER = (  # punctuation takes no newlines
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_EXAONE_MOE = (  # words beside each other stay together
+_EXAONE_MOE = (  # adjacent words stay together
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )

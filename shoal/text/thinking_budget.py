@@ -121,7 +121,7 @@ class ThoughtCounter:
         self._open, self._close = budget.thoughts.open.encode(), budget.thoughts.close.encode()
         self._reopens = budget.thoughts.anywhere
         self._is_inside = budget.start in (Start.INSIDE, Start.AMID)
-        self._is_over = budget.start is Start.BEHIND and not self._reopens
+        self._is_over = budget.start is Start.AFTER and not self._reopens
         self._text = b""  # the end of the text, as much as may belong to the next mark
 
     @property

@@ -255,7 +255,7 @@ class CoreLoop:
 
     def send_beats(self) -> NoReturn:
         """Runs in a thread of its own."""
-        # Beside a GPU a host may spin while it waits, so its processor time proves nothing.
+        # With a GPU a host may spin while it waits, so its processor time proves nothing.
         on_cpu = self.core.config.device == "cpu"
         while True:
             cpu_seconds = time.process_time() if on_cpu else 0.0

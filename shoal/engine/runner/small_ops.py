@@ -28,7 +28,7 @@ def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
     """On a CPU, PyTorch's operations on few elements run on one thread inside this context.
 
     PyTorch's threads meet at the end of each operation. Where another process has the core of one of them,
-    all wait, and beside a busy process that was most of a constrained token's time. Threads save such
+    all wait, and next to a busy process that was most of a constrained token's time. Threads save such
     operations next to nothing.
     """
     if device.type != "cpu" or num_elements > FEW_ELEMENTS:

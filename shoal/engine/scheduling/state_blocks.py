@@ -42,11 +42,11 @@ CUT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRoom:
-    """blocks: the number of blocks of a snapshot. beside: the number of blocks for snapshots alone, numbered
-    after the KV blocks; 0: snapshots and KV share all blocks. drafts: a decode may have several tokens."""
+    """blocks: the number of blocks of a snapshot. reserved: the number of blocks for snapshots alone, after
+    the KV blocks; 0: snapshots and KV share all blocks. drafts: a decode may have several tokens."""
 
     blocks: int
-    beside: int = 0
+    reserved: int = 0
     drafts: bool = False
 
 
@@ -84,7 +84,7 @@ class StateBlocks(GroupedBlocks):
         room: SnapshotRoom,
     ) -> None:
         super().__init__(groups, num_blocks, block_size, enable_prefix_caching, chunk, max_model_len)
-        self.snapshots = Snapshots(self.pool, room.blocks, room.beside)
+        self.snapshots = Snapshots(self.pool, room.blocks, room.reserved)
         self._drafts = room.drafts
         self.fetches.snapshots, self.fetches.watchers = self.snapshots, self.watchers
         # With lower tiers: snapshots of sequences that have ended, the oldest first

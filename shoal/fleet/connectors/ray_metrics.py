@@ -1,5 +1,5 @@
 """`RayMetrics`: publishes a worker's metrics among Ray's own, from its /metrics to its node's Ray agent.
-ray_worker.py starts it beside the worker.
+ray_worker.py starts it with the worker.
 
 Users of Ray find them at each node's metrics port, which Prometheus finds by Ray's service discovery. A
 metric's name gets Ray's prefix and an underscore for the colon, which Ray does not accept:

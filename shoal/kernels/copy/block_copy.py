@@ -2,7 +2,7 @@
 
 `Pieces` says as addresses what lies where. There are three ways to copy. `copy_on_host` is plain PyTorch and
 the oracle. `copy_by_dma` hands contiguous runs to the copy engines, which take nothing from kernels that run
-beside them. The third way is a kernel in block_copy_triton.py, so that this file does not need Triton, which
+meanwhile. The third way is a kernel in block_copy_triton.py, so that this file does not need Triton, which
 a machine without a GPU may lack.
 """
 

@@ -36,7 +36,7 @@ static int64_t first_key(const Attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-// The element of the cache where a key begins. Its value lies kv_stride behind it.
+// The element of the cache where a key begins. Its value is kv_stride after it.
 static int64_t key_at(const Attention *a, const int32_t *table, int g, int64_t position) {
     const Cache *c = a->cache;
     return table[position / c->block_size] * c->block_stride + g * c->head_stride + position % c->block_size * c->head_dim;

@@ -127,7 +127,7 @@ class Layer(ctypes.Structure):
         {
             c_void_p: (
                 "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm mlp_norm q_norm "
-                "k_norm behind_attention behind_mlp cos_sin cache scales tables"
+                "k_norm after_attention after_mlp cos_sin cache scales tables"
             ),
             c_int64: "window",
         }

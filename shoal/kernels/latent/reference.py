@@ -1,4 +1,4 @@
-"""Multi-head latent attention in plain PyTorch: what the kernels beside this file must equal, and the CPU's
+"""Multi-head latent attention in plain PyTorch: what the kernels in this folder must equal, and the CPU's
 way.
 
 A head's key and value are matrices of its own times the latent of a token: k = [K c, r] and v = V c, with

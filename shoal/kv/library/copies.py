@@ -8,7 +8,7 @@ import torch
 
 from shoal.errors import UnavailableError
 from shoal.kv.block_map import BlockMap, Ids
-from shoal.kv.copy import CopyStream, behind_current
+from shoal.kv.copy import CopyStream, after_current
 
 
 class NoFreeCopyStreamError(UnavailableError):
@@ -46,7 +46,7 @@ class CopyStreams:
 def copy_layer(block_map: BlockMap, layer: int, src_ids: Ids, dst_ids: Ids) -> None:
     """Copies one layer after what the current stream does. It is done when this returns. Raises
     BlockCopyError."""
-    copying = behind_current(block_map.devices, None)
+    copying = after_current(block_map.devices, None)
     copy = copying.stage(block_map, src_ids, dst_ids)
     copy.trigger_layer(layer)
     if (event := copy.event(layer)) is not None:

@@ -22,7 +22,7 @@ SlidingRope = Callable[[ConfigFields], Mapping[str, Any]]
 
 
 def rope_values(fields: ConfigFields) -> Mapping[str, Any]:
-    """The rope parameters in either form, without the fields beside them."""
+    """The rope parameters in either form, without the other fields."""
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{fields.where}: rope_parameters must be an object, got {given!r:.120}")

@@ -1,4 +1,5 @@
-"""Gemma4Layer: Gemma 3's layer, where experts may stand beside the MLP and per-layer embeddings behind it."""
+"""Gemma4Layer: Gemma 3's layer, in some models with experts next to the MLP and per-layer embeddings after
+it."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class RouterNorm(FloatNorm):
 
 
 class ExpertsBeside(nn.Module):
-    """A mixture of experts whose result is normed and added to the MLP's, before the norm behind both. Its
+    """A mixture of experts whose result is normed and added to the MLP's, before the norm of the sum. Its
     norms are parts of kernels that norm for the MLP too."""
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, tp: TensorParallel, ops: Ops) -> None:
@@ -129,7 +130,7 @@ class Gemma4Layer(SandwichLayer):
         return None, residual
 
     def feed_forward(self, attended_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        beside, before, behind = self.beside, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        beside, before, after = self.beside, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if beside is None:
             normed = add_normed(attended_TD, self.post_attention_layernorm, residual_TD, before)
             hidden, mixed = self.mlp.whole(cast(torch.Tensor, normed)), None
@@ -139,7 +140,7 @@ class Gemma4Layer(SandwichLayer):
                 attended_TD, self.post_attention_layernorm.weight, residual_TD, following, before.eps
             )
             hidden, mixed = self.mlp.whole(normed), beside(*inner)
-        self._join(hidden, mixed, behind, residual_TD, is_last=self.per_layer is None)
+        self._join(hidden, mixed, after, residual_TD, is_last=self.per_layer is None)
 
     def _join(
         self,

@@ -1,6 +1,6 @@
 """Gemma 4: layers with a window and without differ in their heads, values are normed, and keys may be values.
 The last layers may read earlier ones' keys and values, layers may have embeddings of their own, and experts
-may stand beside the MLP (Gemma4Layer). The unified class has neither of the last two."""
+may run next to the MLP (Gemma4Layer). The unified class has neither of the last two."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def whole_factor(fields: ConfigFields) -> dict[str, Any]:
-    """The rope of a GGUF file. Its converter writes the model's whole factor, and not one beside yarn's
-    own."""
+    """The rope of a GGUF file. Its converter writes the model's whole factor, and not one that multiplies
+    yarn's own."""
     rope = dict(fields.get("rope_parameters"))
     if rope.get("rope_type") == "yarn" and fields.get("attn_factor") is not None:
         rope["attention_factor"] = fields.number("attn_factor")

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts: short convolutions beside attention."""
+"""LFM2 and LFM2.5, dense and with experts: short convolutions and attention."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _gated_by_head(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 
 def _sliding_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """The rope of layers with a window in configs that have one for full layers beside it."""
+    """The rope of layers with a window in configs that also have one for full layers."""
     return {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **(fields.get("swa_rope_parameters") or {})}
 
 

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and a shared expert behind a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and a gated shared expert."""
 
 from __future__ import annotations
 

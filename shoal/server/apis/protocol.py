@@ -41,7 +41,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
 class ResponseFormat(Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    schema: dict[str, Any] | bool | None = None  # llama.cpp's place for it, beside either type of JSON
+    schema: dict[str, Any] | bool | None = None  # llama.cpp's place for it, with either type of JSON
     format: dict[str, Any] | None = None  # a structural tag's, in xgrammar's form
     structures: list[dict[str, Any]] | None = None  # the same in its older form
     triggers: list[str] | None = None

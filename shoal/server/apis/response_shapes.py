@@ -101,7 +101,7 @@ class LogprobShapes:
         place: TextPlace,
     ) -> dict[str, Any]:
         """spelt: what each token adds to the text. place: of the first of them in the text. It is moved
-        behind the last one."""
+        to the end of the last one."""
         shown: dict[str, list[Any]] = {
             "text_offset": [],
             "token_logprobs": [],
@@ -180,7 +180,7 @@ class Chunks:
         self.tail = b'],"usage":null}\n\n' if self._ends_with_usage else b"]}\n\n"
 
     def chunk(self, choice: bytes, more: bytes = b"") -> bytes:
-        """`choice`: JSON of the one choice. `more`: JSON members of the chunk itself, each behind a comma."""
+        """`choice`: JSON of the one choice. `more`: JSON members of the chunk itself, each after a comma."""
         if self._shows_usage:
             return (
                 self.head

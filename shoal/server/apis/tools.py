@@ -318,7 +318,7 @@ class AnswerFormat:
         if self.plan.is_enforced or self.plan.has_headers:
             gap = thoughts.turn
         start = self._expected.start
-        if start is not Start.BEHIND:
+        if start is not Start.AFTER:
             begin = thoughts.open if start is Start.UNKNOWN else ""
             params.structured_outputs = replace(structured, reasoning=(begin, thoughts.close, gap))
 

@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
-        # Data that is parsed later: behind a request that waits for the one before it, or when it is this
+        # Data that is parsed later: after a request that waits for the one before it, or when it is this
         # connection's turn.
         self._kept = b""
         self._awaits_turn = False

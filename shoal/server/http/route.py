@@ -51,7 +51,7 @@ class RouteTable:
         return None
 
     def dialect_beside(self, path: str) -> Dialect:
-        """Returns the dialect of the routes beside a path where there is nothing, if they have one: Ollama's
+        """Returns the dialect of the routes in the same folder as an unknown path, if they have one: Ollama's
         clients read errors in its form alone."""
         folder = path.rpartition("/")[0] + "/"
         dialects = [

@@ -37,7 +37,7 @@ def wrong_key(kind: Any, body: bytes, path: str) -> str | None:
 
 
 def wrong_value(body: bytes, path: str) -> str | None:
-    """Returns the value at `path`, as an error shows it. None if the body is not JSON behind it."""
+    """Returns the value at `path`, as an error shows it. None if the whole body is not JSON."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -19,7 +19,7 @@ from shoal.server.operator.openapi import document
 
 HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)  # a safe Host for the examples
 REF = "#/components/schemas/"
-# Values of fields in examples, beside the model; a schema says no more than their types.
+# Values of fields in examples, other than the model; a schema says no more than their types.
 EXAMPLES: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello!"}],
     "prompt": "Once upon a time",

@@ -234,7 +234,7 @@ class ServedModel:
                 **{**self.template_defaults, **variables, **given},
             )
 
-        # A template is a program and may not end, so it always runs beside the loop, for a limited time.
+        # A template is a program and may not end, so it always runs in a thread, for a limited time.
         async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
             text = await self._threads.run_bounded(
                 lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template", "messages"

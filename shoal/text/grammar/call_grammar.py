@@ -30,7 +30,7 @@ from shoal.text.reading.call_syntax import CallSyntax, PairedArguments, TaggedAr
 PLAIN = r"[^'\\\x00-\x08\x0b\x0c\x0e-\x1f]"
 ESCAPE = r"\\([\\'\x22bfnrt]|u[0-9A-Fa-f]{4})"
 
-# A newline behind the last call, where calls are separated by newlines, must not force another call.
+# A newline after the last call, where calls are separated by newlines, must not force another call.
 BLANK_LINES = r"/\n{0,2}/"
 
 

@@ -36,7 +36,7 @@ class Plain:
 
 def ascii_classes(regex: str) -> str:
     """Returns the regex with CLASSES in place of these escapes. Within a class they become ranges of it, and
-    a dash beside them is a dash, as in JavaScript: Rust would take it for a range, or subtract classes."""
+    a dash next to them is a dash, as in JavaScript: Rust would take it for a range, or subtract classes."""
     words, depth = WORD.findall(regex), 0
     is_known = [word[0] == "\\" and word[1:] in CLASSES for word in words]
     for i, word in enumerate(words):

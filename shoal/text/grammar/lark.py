@@ -100,7 +100,7 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"structured_outputs.grammar has %json without a JSON schema: {error}; give the schema "
-                "behind it",
+                "after it",
                 field="structured_outputs.grammar",
             ) from None
         check_nesting("grammar", schema)

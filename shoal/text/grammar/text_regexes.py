@@ -84,7 +84,7 @@ def _texts(schema: dict[str, Any]) -> Iterator[str]:
     for key in ("not", "if", "$ref", "anyOf", "oneOf"):
         if schema.get(key, False) is not False:
             raise RequestError(
-                f"tools must have texts without {key!r} beside their type where calls are not JSON, got "
+                f"tools must have texts without {key!r} in their schema where calls are not JSON, got "
                 f"{schema!r:.100}; write it as a pattern, a format or an enum",
                 field="tools",
             )

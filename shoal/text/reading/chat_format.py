@@ -60,7 +60,7 @@ class ChatFormat:
         """Reads an answer: reasoning first, then words and calls in any order."""
         expected = reader.expected
         thoughts, openings = expected.thoughts, self.openings if expected.takes_calls else ()
-        closes = expected.start is Start.BEHIND  # a further end of reasoning is dropped
+        closes = expected.start is Start.AFTER  # a further end of reasoning is dropped
         if thoughts is not None and (yield from self._begins_thinking(reader, thoughts, expected.start)):
             yield from self._think(reader, thoughts, openings)
             closes = True

@@ -188,7 +188,7 @@ class Reader:
             yield from self.read_calls(self._text[self._at - length : self._at], "")
 
     def read_calls_alone(self, mark: str, closing: str, openings: tuple[str, ...]) -> bool:
-        """Returns True if the rest of a text that has ended is calls and nothing else, the first one behind
+        """Returns True if the rest of a text that has ended is calls and nothing else, the first one after
         `mark`; otherwise nothing is read."""
         at, index, is_whole, parts = self._at, self.index, self._is_whole, self._parts
         broken, self._is_whole, self._parts = self.broken, True, []
@@ -277,7 +277,7 @@ class Reader:
         return Malformed() if (yield from self.ahead(1)) else Ended()
 
     def sees(self, mark: str, offset: int = 0) -> Generator[None, None, bool]:
-        """Returns True if `mark` comes next, behind `offset` characters."""
+        """Returns True if `mark` comes next, after `offset` characters."""
         while True:
             start = self._at + offset
             text = self._text[start : start + len(mark)]

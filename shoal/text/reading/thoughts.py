@@ -25,7 +25,7 @@ class Start(enum.Enum):
     UNKNOWN = "the model may open its reasoning"
     INSIDE = "the prompt has opened reasoning"
     AMID = "the prompt ends with unfinished reasoning, which the answer continues without a change"
-    BEHIND = "the prompt has closed reasoning"
+    AFTER = "the prompt has closed reasoning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Thoughts:
         if end.endswith(self.open):
             return Start.INSIDE
         if end.endswith(self.close):
-            return Start.BEHIND
+            return Start.AFTER
         begun = prompt.rfind(self.open)
         if begun < 0:
             return Start.UNKNOWN

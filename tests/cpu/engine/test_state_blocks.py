@@ -290,7 +290,7 @@ def test_a_request_has_a_running_one_take_a_snapshot_where_their_paths_part(monk
 
 
 def test_a_turn_is_found_after_a_preemption():
-    engine = Engine(num_blocks=15, room=SnapshotRoom(3, beside=48), max_num_seqs=3)
+    engine = Engine(num_blocks=15, room=SnapshotRoom(3, reserved=48), max_num_seqs=3)
     asked = [engine.add(tokens(90, seed=i)) for i in range(3)]
     engine.run()
     assert engine.scheduler.stats().num_preemptions > 0
@@ -345,7 +345,7 @@ def test_a_prompt_that_needs_the_whole_cache_starts_without_its_snapshot():
 
 
 def test_a_snapshot_goes_with_its_last_kv_block():
-    engine = Engine(room=SnapshotRoom(3, beside=300), num_blocks=30)
+    engine = Engine(room=SnapshotRoom(3, reserved=300), num_blocks=30)
     first = tokens(100)
     engine.ask(first)
     before = engine.scheduler.stats().num_snapshots

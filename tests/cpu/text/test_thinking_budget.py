@@ -89,11 +89,7 @@ def test_reasoning_ends_after_the_tokens_of_the_budget(limit, opens):
 
 
 def test_an_answer_without_reasoning_is_left_alone():
-    for start, text in (
-        (Start.UNKNOWN, "Hi <think> there"),
-        (Start.BEHIND, "<think>no"),
-        (Start.UNKNOWN, ""),
-    ):
+    for start, text in ((Start.UNKNOWN, "Hi <think> there"), (Start.AFTER, "<think>no"), (Start.UNKNOWN, "")):
         assert run(Engine(text, "Yes."), 0, start=start)[0] == text
 
 

@@ -349,7 +349,7 @@ def test_reasoning_is_split_off_however_the_text_is_cut(is_open, text, expected)
 
 def test_a_prompt_that_ends_within_the_thoughts_is_known():
     assert THINK.start_of("<|im_start|>assistant\n<think>\n") is Start.INSIDE
-    assert THINK.start_of("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Start.BEHIND
+    assert THINK.start_of("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Start.AFTER
     assert THINK.start_of("<|im_start|>assistant\n") is Start.UNKNOWN
 
 
