@@ -11,7 +11,10 @@ from urllib.parse import unquote
 import pytest
 
 from shoal.cli.main import build_parser
-from shoal.models.registry import BY_HF_CLASS
+from shoal.kernels.quant.ggml_types import TYPES
+from shoal.models.configs.rope import ROPE_KINDS
+from shoal.models.layouts.registry import LAYOUTS
+from shoal.models.registry import ARCHITECTURES, BY_GGUF, BY_HF_CLASS
 from shoal.weights.hub_names import LIBRARY
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +125,43 @@ def test_the_page_of_models_names_every_architecture_and_every_name_of_ollamas_l
     assert not [cls for cls in BY_HF_CLASS if f"`{cls}`" not in page]
     rows = [f"| `{name}` | {', '.join(f'`{size}`' for size in sizes)}" for name, sizes in LIBRARY.items()]
     assert not [row for row in rows if row not in page]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Returns the section of what models work, and its rows of architectures."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    section = page.partition("## Models\n")[2].partition("\n## ")[0]
+    tables = section.partition("\n### ")[0]
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if re.match(r"\| `\w+For", line)]
+    assert len(rows) > 60
+    return section, rows
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_the_page_of_compatibility_has_the_classes_of_the_registry_and_no_others(models):
+    known = BY_HF_CLASS.keys() | {name for each in ARCHITECTURES for name in each.nested_in}
+    assert {name for row in models[1] for cell in row[:2] for name in quoted(cell)} == known
+
+
+def test_the_page_of_compatibility_has_the_names_of_gguf_files(models):
+    column = [quoted(row[-1]) for row in models[1]]
+    named = {name for names in column for name in names}
+    assert not BY_GGUF.keys() - named
+    assert not [names[0] for names in column if names and names[0] not in BY_GGUF]
+
+
+def test_the_page_of_compatibility_has_the_ropes_tensor_types_and_methods_that_are_read(models):
+    [ropes] = re.findall(r"^Ropes may be (.*?),? in the old form", models[0], re.MULTILINE)
+    assert set(quoted(ropes)) == set(ROPE_KINDS)
+    [types] = re.findall(r"Its tensors may be (.*?);", models[0], re.DOTALL)
+    assert set(quoted(types)) == {kind.name for kind in TYPES.values()}
+    table = models[0].partition("| `quant_method` |")[2].partition("\n\n")[0]
+    methods = {name for line in table.splitlines() for name in quoted(line.split(" | ")[0])}
+    assert {layout.quant_method for layout in LAYOUTS} <= methods
 
 
 HOW_TOS = [p for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.name != "README.md"]
