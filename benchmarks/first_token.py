@@ -3,9 +3,11 @@
     python benchmarks/first_token.py qwen3-0.6b [--starts 3] [--tree FOLDER] [--options '{"seed": 1}']
 
 Each start is a new process. Its caches are empty for the first one, and what the first has left for the later
-ones. The model has random weights of a published shape, or is a checkpoint by its path or name. `--tree`
-measures another checkout of Shoal. A line of the timeline is a part's begin and duration in seconds. Times
-of compilers are sums over all kernels.
+ones. Python's compiled files are there, as after an installation by pip, also where the environment has
+PYTHONDONTWRITEBYTECODE: without them each start compiles torch and Shoal, which takes about 2 s. The model
+has random weights of a published shape, or is a checkpoint by its path or name. `--tree` measures another
+checkout of Shoal. A line of the timeline is a part's begin and duration in seconds. Times of compilers are
+sums over all kernels.
 """
 
 from __future__ import annotations
@@ -28,8 +30,13 @@ from typing import Any
 
 BEGUN = "SHOAL_BENCHMARK_BEGUN"  # the time at which the parent started this process
 
-# The parts of a start: a function's module and name.
+# The parts of a start: a function's module and name. The table of commands copies the functions of start_up
+# when it is imported, so these come first.
 PARTS = (
+    ("shoal.engine.runner.start_up", "compile_ahead"),
+    ("shoal.engine.runner.start_up", "num_blocks_that_fit"),
+    ("shoal.engine.runner.start_up", "rehearse_longest"),
+    ("shoal.engine.runner.start_up", "allocate"),
     ("shoal.engine.llm", "LLM._learn_text"),
     ("shoal.engine.core", "resolve_config"),
     ("shoal.engine.ranks.ranks", "use_gpu"),
@@ -37,10 +44,6 @@ PARTS = (
     ("shoal.engine.runner.runner", "GpuShare"),
     ("shoal.engine.build_model", "Decoder"),
     ("shoal.engine.runner.runner", "load_weights"),
-    ("shoal.engine.runner.start_up", "compile_ahead"),
-    ("shoal.engine.runner.start_up", "num_blocks_that_fit"),
-    ("shoal.engine.runner.start_up", "rehearse_longest"),
-    ("shoal.engine.runner.start_up", "allocate"),
     ("shoal.engine.runner.kv_cache", "KvCache.allocate"),
     ("shoal.engine.runner.graphs", "StepGraphs.measure"),
     ("shoal.engine.runner.graphs", "StepGraphs.rehearse"),
@@ -142,16 +145,26 @@ def start(model: str, options: dict[str, Any], most_kernels: int, most_functions
     """One start, in this process."""
     timeline = Timeline(float(os.environ[BEGUN]))
     timeline.mark("interpreter", 0.0)
-    with timeline.part("import torch and shoal"):
+    with timeline.part("import text and options"):
         from shoal import LLM, SamplingParams
+        from shoal.engine import llm as front
     compilations = None
-    with timeline.part("(measuring)"):
-        import torch
 
-        if torch.version.cuda is not None and options.get("device") != "cpu":
-            compilations = Compilations()
-        for part in PARTS:
-            timeline.wrap(*part)
+    def open_early(device: str) -> None:
+        """Opens the GPU as an LLM does, which imports torch and the engine next, and then wraps the parts."""
+        nonlocal compilations
+        opens(device)
+        with timeline.part("import torch and the engine's ranks"):
+            import shoal.engine.runner.start_up  # noqa: F401
+        with timeline.part("(measuring)"):
+            import torch
+
+            if torch.version.cuda is not None and device != "cpu":
+                compilations = Compilations()
+            for part in PARTS:
+                timeline.wrap(*part)
+
+    opens, front.open_device_early = front.open_device_early, open_early
     profile = cProfile.Profile() if most_functions else None
     with timeline.part("LLM"), profile or contextlib.nullcontext():
         llm = LLM(model, **options)
@@ -196,12 +209,15 @@ def main() -> None:
         if model in SHAPES:
             model, options = write_model(folder, model), {"load_format": "dummy"} | options
         cache = arguments.cache or str(Path(folder, "cache"))
+        installed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        installed["PYTHONPATH"] = os.pathsep.join((arguments.tree, os.environ.get("PYTHONPATH", "")))
+        modules = "shoal.engine.core, shoal.kernels.triton_ops"
+        subprocess.run([sys.executable, "-c", f"import {modules}"], env=installed, check=True)
         for number in range(arguments.starts):
             print(f"start {number + 1} of {arguments.model}, {arguments.tree}", flush=True)
-            environment = os.environ | {
+            environment = installed | {
                 "SHOAL_CACHE": cache,
                 "TRITON_CACHE_DIR": str(Path(cache, "triton")),
-                "PYTHONPATH": os.pathsep.join((arguments.tree, os.environ.get("PYTHONPATH", ""))),
                 BEGUN: str(time.time()),
             }
             command = [sys.executable, __file__, model, "--child", "--options", json.dumps(options)]

@@ -42,11 +42,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `LLM` on first use, as it needs torch, which takes seconds."""
+    """Imports `LLM` on first use, as it needs libraries for text, which commands don't."""
     if name == "LLM":
-        from shoal.engine.turns import only_young_garbage
+        from shoal.engine.llm import LLM
 
-        with only_young_garbage:
-            from shoal.engine.llm import LLM
         return LLM
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

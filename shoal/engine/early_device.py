@@ -1,5 +1,5 @@
-"""Opens the GPU and computes Triton's key in threads, while Python imports the kernels: a start needs all
-three, and each takes 0.3 to 0.4 s."""
+"""`open_device_early`: opens the GPU and computes Triton's key in threads, while Python imports torch and the
+kernels. A start needs all of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from shoal.engine.open_gpu import open_gpu
-from shoal.kernels.ops import select_ops
 
 
 def open_device_early(device: str) -> None:
-    """Imports the kernels of the option `device`, while a thread makes the CUDA context, and another computes
-    Triton's key (a hash of its own files), without which no kernel is found on disk. Does nothing without a
-    GPU."""
+    """Has a thread make the CUDA context of the option `device`, and another compute Triton's key (a hash of
+    its own files), without which no kernel is found on disk. Does nothing without a GPU. To be called before
+    torch is imported: each takes 0.3 to 0.4 s."""
     if not open_gpu(device):
         return
     import triton  # It is imported only now, because a CPU run must not pay for it.
 
     _compute_key_early(triton.runtime.cache)
-    select_ops("cuda")
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""LLM: the offline interface, with vLLM's names and meanings. It adds text to an EngineCore in this
-process."""
+"""LLM: the offline interface, with vLLM's names and meanings. It adds text to an EngineCore in this process.
+The module is torch-free; the first LLM imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec import ValidationError, convert
 from tqdm import tqdm
@@ -18,9 +18,7 @@ from shoal.api import check_sleep
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, LimitedAnswer, SequenceAnswer
 from shoal.engine.beam_search import BeamSearch
-from shoal.engine.core import EngineCore
 from shoal.engine.early_device import open_device_early
-from shoal.engine.step_part import PartBuilder
 from shoal.engine.turns import LateInterrupts, TurnLock, only_young_garbage
 from shoal.errors import RequestError, UnavailableError
 from shoal.kv_events import EventBatch
@@ -33,6 +31,9 @@ from shoal.text.request_builder import RequestBuilder
 from shoal.text.thinking_budget import ThinkingBudget
 from shoal.text.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
+
+if TYPE_CHECKING:
+    from shoal.engine.step_part import PartBuilder
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
@@ -81,6 +82,8 @@ class LLM:
 
     def _load(self, config: EngineConfig, more_parts: Sequence[PartBuilder]) -> None:
         open_device_early(config.device)
+        from shoal.engine.core import EngineCore  # It imports torch, and the GPU is opened meanwhile.
+
         files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
         files = files.overridden(config.hf_overrides).check()
         self._lock = TurnLock()  # held for a step, and whenever else the core is touched

@@ -32,6 +32,8 @@ TORCH_FREE = [
     "bench/floor.py",
     "bench/serving.py",
     "engine/beam_search.py",
+    "engine/early_device.py",
+    "engine/llm.py",
     "engine/open_gpu.py",
     "engine/scheduling/sequence.py",
     "engine/scheduling/scheduler.py",

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import sys
 
-from shoal.engine.open_gpu import open_gpu
+from shoal.engine.early_device import open_device_early
 from shoal.engine.turns import only_young_garbage
 
 
 def main() -> None:
-    open_gpu(sys.argv.pop())
     with only_young_garbage:
+        open_device_early(sys.argv.pop())
         from shoal.engine.process import core_main
     core_main.main()
 

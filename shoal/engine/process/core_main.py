@@ -41,7 +41,6 @@ from shoal.control import (
     name_of,
 )
 from shoal.engine.core import EngineCore
-from shoal.engine.early_device import open_device_early
 from shoal.engine.turns import only_young_garbage
 from shoal.errors import ShoalError, UnavailableError
 from shoal.memory.thread_stacks import STACKS
@@ -301,7 +300,6 @@ def main() -> NoReturn:
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     with only_young_garbage:
-        open_device_early(config.device)
         files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
         files = files.overridden(config.hf_overrides)
         core = EngineCore(config, files, peer_weights=start.peer_weights)

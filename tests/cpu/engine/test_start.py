@@ -36,3 +36,17 @@ def test_the_first_token_imports_few_libraries(tmp_path, options):
     assert done.returncode == 0, done.stderr[-2000:]
     imported = set(json.loads(done.stdout.splitlines()[-1])) - {"shoal"} - sys.stdlib_module_names
     assert {name for name in imported if not name.startswith("_cython")} <= LIBRARIES
+
+
+OPENING = """
+import sys
+from shoal.engine import llm
+llm.open_device_early = lambda device: sys.exit("torch came first" if "torch" in sys.modules else 0)
+llm.LLM("a model", device="cpu")
+sys.exit("the GPU is not opened early")
+"""
+
+
+def test_a_start_opens_the_gpu_before_it_imports_torch():
+    done = subprocess.run([sys.executable, "-c", OPENING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
