@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -47,6 +48,10 @@ from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
+# Engines of a process start one after the other. Each sets torch's default type, measures what memory is
+# left, and captures its graphs on one stream.
+_starting = threading.Lock()
+
 
 class EngineCore:
     """One engine. Raises UserError for impossible options or checkpoints, before any device work where
@@ -75,7 +80,7 @@ class EngineCore:
             check_shapes(files)
             if config.check_weights:
                 verify_weights(files)
-        with shared_kernels(self.config.compile_cache), ExitStack() as undo:
+        with _starting, shared_kernels(self.config.compile_cache), ExitStack() as undo:
             if predecessor is None:
                 self.events = self._open_events()
                 if self.events is not None:

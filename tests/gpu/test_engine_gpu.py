@@ -2,7 +2,9 @@
 memory given back."""
 
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -233,6 +235,31 @@ def test_hundreds_of_sequences_at_once_get_the_oracles_tokens(eager, root, build
         for i in range(0, 900, 37):
             assert found[i] == tiny.greedy(folder, prompts[i], 1 + i % 12)
         assert [len(ids) for ids in found] == [1 + i % 12 for i in range(900)]
+
+
+def test_engines_start_at_once_and_beside_a_running_one(root, build):
+    """Regression: engines that started in threads shared the stream of captures, and any allocation by
+    another thread ended a capture."""
+    folder = tiny.write_model(root, "qwen3")
+    expected, is_over, outputs = [tiny.greedy(folder, p, COUNT) for p in PROMPTS], threading.Event(), []
+
+    def run(engine):
+        while not is_over.is_set():
+            engine.reset_prefix_cache()
+            outputs.append(ids_of(engine.generate(PROMPTS, greedy(), use_tqdm=False)))
+            torch.empty(random.randrange(1 << 25), device="cuda")
+            torch.cuda.empty_cache()  # the next tensor is allocated by the driver
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run, build("qwen3"))
+        try:
+            engines = [*pool.map(lambda _: build("qwen3", max_num_seqs=64), range(3))]
+        finally:
+            is_over.set()
+        running.result()
+    outputs += [ids_of(engine.generate(PROMPTS, greedy(), use_tqdm=False)) for engine in engines]
+    assert len(outputs) > 4
+    assert all(found == expected for found in outputs)
 
 
 def test_graphs_keep_no_memory_for_their_outputs(build):

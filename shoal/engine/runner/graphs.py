@@ -84,8 +84,9 @@ class StepGraphs(Generic[Key]):
         torch.cuda.synchronize()
 
     def _capture_one(self, key: Key, pool: Any) -> StepGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+        # Other threads may use the GPU meanwhile: in the mode "global" their allocations would end captures.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = self.launch(key)
         return StepGraph(graph, tuple(map(_unowned, outputs)))
 

@@ -3,6 +3,8 @@ tokens is `transformers`."""
 
 import itertools
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.ranks import ranks
+from shoal.engine.runner import runner
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 from shoal.sampling_params import SamplingParams
 from shoal.weights.source import resolve
@@ -335,6 +338,29 @@ def test_a_cache_smaller_than_one_conversation_is_a_warning_with_its_option(buil
     assert f"end at {core.kv_cache_tokens} tokens" in line and "raise kv_cache_memory_bytes 32768" in line
     with pytest.raises(RequestError, match="shorten it or raise kv_cache_memory_bytes"):
         core.add(request("a", [1] * 120))
+
+
+def test_cores_of_one_process_start_one_after_the_other(build, expected, monkeypatch):
+    """Regression: two cores that started in threads used one default type, and on a GPU one stream of
+    captures, at the same time."""
+    starting, most = [], []
+
+    def model_runner(config, *rest):
+        starting.append(config)
+        time.sleep(0.2)  # the other thread has time to start, too
+        most.append(len(starting))
+        try:
+            return runner.ModelRunner(config, *rest)
+        finally:
+            starting.remove(config)
+
+    monkeypatch.setattr(ranks, "ModelRunner", model_runner)
+    with ThreadPoolExecutor() as threads:
+        single, double = threads.map(lambda dtype: build(dtype=dtype), ["float32", "bfloat16"])
+    assert most == [1, 1]
+    assert {p.dtype for p in double.ranks.runner.model.parameters()} == {torch.bfloat16}
+    single.add(request("a", PROMPTS[0]))
+    assert Collected(single).finish().tokens["a"] == expected[0]
 
 
 def test_a_core_that_cannot_start_says_why_and_leaves_nothing(build, monkeypatch):
