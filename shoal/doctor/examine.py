@@ -41,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     Check(machine.shared_memory),
     Check(machine.folders),
     Check(machine.compiler),
+    Check(machine.compiled_python),
     Check(machine.clock),
     Check(gpu.driver),
     Check(gpu.torch, gpu.PROBE_LIMIT_S + 5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import os
 import platform
@@ -240,6 +241,24 @@ def compiler(asked: CheckTarget) -> Findings:
                 return
     verdict = fails if has_gpu else limited
     yield verdict("C compiler", found, means, remedy, is_asked=is_asked)
+
+
+def compiled_python(asked: CheckTarget) -> Findings:
+    """pip writes Python's compiled files beside a package's modules. Where they are missing, a process writes
+    them as it imports, unless it may not."""
+    specs = map(importlib.util.find_spec, ("torch", "triton", "shoal"))
+    missing = [spec for spec in specs if spec and spec.cached and not Path(spec.cached).exists()]
+    writes = not sys.dont_write_bytecode
+    kept = [s for s in missing if not (writes and os.access(nearest(Path(str(s.cached))), os.W_OK))]
+    if not kept:
+        found = "the first start writes it" if missing else "there"
+        yield works("compiled Python", found, is_asked=bool(asked.own))
+        return
+    folders = " ".join(str(Path(str(spec.origin)).parent) for spec in kept)
+    found = f"there is none in {folders}, and a start does not write it"
+    means = "Each start compiles the modules that it imports; torch's and Shoal's take 2 seconds."
+    remedy = f"Run once, with the right to write there: {sys.executable} -m compileall -q {folders}"
+    yield limited("compiled Python", found, means, remedy, is_asked=bool(asked.own))
 
 
 def clock(asked: CheckTarget) -> Findings:

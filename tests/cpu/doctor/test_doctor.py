@@ -1,9 +1,11 @@
 """The checks of `shoal doctor` on machines that are not here: GPUs, their driver and torch's word on them are
 made up, in the form in which nvidia-smi and doctor/torch_probe.py print them."""
 
+import importlib.util
 import inspect
 import json
 import os
+import py_compile
 import shutil
 import sys
 import time
@@ -280,6 +282,28 @@ def test_a_compiler_without_pythons_headers_stops_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "run", lambda *_: Said("", None))
     [found] = machine.compiler(ON_GPU)
     assert found.verdict is FAILS and "Python.h" in found.found
+
+
+@pytest.mark.parametrize(
+    ("has_compiled", "is_kept_from_it", "verdict"),
+    [(True, True, WORKS), (False, False, WORKS), (False, True, LIMITED)],
+)
+def test_modules_that_every_start_compiles_are_a_limit(
+    monkeypatch, tmp_path, has_compiled, is_kept_from_it, verdict
+):
+    """Regression: starts took 6.3 s on a machine where torch had no compiled files and PYTHONDONTWRITEBYTECODE
+    was set, and 4.2 s once it had them."""
+    module = tmp_path / "torch" / "__init__.py"
+    module.parent.mkdir()
+    module.touch()
+    if has_compiled:
+        py_compile.compile(str(module))
+    specs = {"torch": importlib.util.spec_from_file_location("torch", module)}
+    monkeypatch.setattr(machine.importlib.util, "find_spec", specs.get)
+    monkeypatch.setattr(sys, "dont_write_bytecode", is_kept_from_it)
+    [found] = machine.compiled_python(PLAIN)
+    assert found.verdict is verdict
+    assert (f"-m compileall -q {module.parent}" in found.remedy) == (verdict is LIMITED)
 
 
 def test_locked_memory_matters_where_network_cards_move_kv_blocks(monkeypatch, tmp_path):
