@@ -57,7 +57,10 @@ def _arrange(
 ):
     """Writes the list of all slots, expert by expert, and for each tile its expert and where its slots start
     and end in that list (-1, 0 and 0: the tile is not used); and last, the number of used tiles. A program
-    writes some slots, and of each expert every n-th tile, where n is the number of programs."""
+    writes some slots, and of each expert every n-th tile, where n is the number of programs.
+
+    The last expert's tiles come first. It may be the shared one: its tiles all read the same weights, mostly
+    from the L2 cache, while tiles of other experts read from memory. At the list's end memory would idle."""
     wait_for_inputs(PDL)
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
@@ -77,7 +80,7 @@ def _arrange(
     tl.store(tiles_ptr + i * 3 + 1, 0, mask=unused)
     tl.store(tiles_ptr + i * 3 + 2, 0, mask=unused)
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
-        ptrs = tiles_ptr + (last_tiles - tiles + tile) * 3
+        ptrs = tiles_ptr + (num_used - last_tiles + tile) * 3
         exists = tile < tiles
         tl.store(ptrs, expert, mask=exists)
         tl.store(ptrs + 1, ends - counts + tile * BLOCK_M, mask=exists)

@@ -68,6 +68,17 @@ def listed(counts: list[int], top_k: int) -> tuple[RowMap, torch.Tensor]:
 COUNTS = [0, 70, 300, 128, 1, 0, 64, 193]
 
 
+def test_the_last_expert_has_the_first_tiles() -> None:
+    """The shared expert is the last one: its tiles run beside others' (docs/decisions/matmul.md)."""
+    rows, experts = listed(COUNTS, 2)
+    num = int(rows.map[-1])
+    tiles = rows.map[:-1].view(-1, 3)
+    assert tiles[:num, 0].tolist() == [7, 7, 6, 4, 3, 2, 2, 2, 1] and bool((tiles[num:, 0] == -1).all())
+    for expert, first, end in tiles[:num].tolist():
+        assert (experts[rows.slots[first : min(end, first + 128)].long()] == expert).all()
+    assert [first for expert, first, _ in tiles[:num].tolist() if expert == 2] == [70, 198, 326]
+
+
 @pytest.mark.parametrize("turns", [*itertools.permutations(range(3))])
 @pytest.mark.parametrize(
     ("kind", "biased", "top_k", "hidden", "size", "sms"),
