@@ -19,7 +19,7 @@ from tests import quantized
 from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.cpu.weights.test_weights_quantized import random_tensor
 from tests.gpu.chains import check_chain, check_chain_of_rings
-from tests.gpu.quantized_tensors import error, int4, mxfp4, nvfp4
+from tests.gpu.quantized_tensors import error, int4, mxfp4, nvfp4, q8_0
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -75,12 +75,20 @@ def test_a_matmul_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
 
     print("seed", torch.manual_seed(24).initial_seed())
     tensors = [int4(1000, 1056), mxfp4(1000, 1056), int4(1000, 1072, 16)]
-    for tensor in [*tensors, int4(1088, 1152, 128), int4(1088, 1152, 128, zeros=False)]:
+    tensors += [
+        int4(1088, 1152, 128),
+        int4(1088, 1152, 128, zeros=False),
+        int4(1088, 1152, 16),
+        q8_0(1088, 1152),
+    ]
+    for tensor in tensors:
         weight, _ = packed([tensor], dtype)
         matrix = packed_linear.unpack_rows(weight, 0, tensor.shape[0]).float()
         for rows in (1, 33, 128, 200):
             x = torch.randn(rows, matrix.shape[1], device=DEVICE).to(dtype)
-            assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 3e-3
+            y = F.linear(x.float(), matrix)
+            assert error(weight.linear(x, None), y) < 3e-3
+            assert error(weight.gated(x, None), reference.gate_mul(y)) < 1e-2
 
 
 @pytest.mark.parametrize("kind", list(UNPACK))

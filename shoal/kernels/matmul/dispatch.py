@@ -48,7 +48,12 @@ FEW_OUTS, WIDE_INPUTS = 256, 4096
 PACKED_GATED_PROGRAMS = 5  # programs per SM for gate and up of up to 16 rows by packed weights
 PACKED_TALL_PROGRAMS = 4  # the same for 17 to 32 rows of others
 PACKED_TALL_ROWS = 32  # packed_rows.py takes more rows.
-PACKED_BLOCKS = (64, 96, 128, 192, 256)  # rows of its tiles; start_up.py rehearses steps of each number
+# Rows of its tiles by bits of a weight; start_up.py rehearses steps of each number. With 8 bits, shared
+# memory holds too little of the largest.
+PACKED_BLOCKS = {4: (64, 96, 128, 192, 256), 8: (64, 96, 128, 192)}
+PACKED_SPLIT_ROWS = 128  # The most of a tile whose inputs are split, as other parts take registers.
+# The time of a round of 128 inputs for its weights, by their bits, and of adding a row, in rows of a round.
+PACKED_ROUND, PACKED_ADDING = {4: 54, 8: 90}, 20
 EARLY_ROUNDS = 2  # as RowTiles.early, where programs outnumber SMs; elsewhere it varies
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -229,12 +234,20 @@ class RowTiles:
         return cdiv(cdiv(inputs, self.columns), self.splits)
 
 
+class PackedTiles(NamedTuple):
+    """Tile sizes and split-K of packed_rows.py: a tile has 64 weight rows, `rows` rows, and a `splits`-th of
+    the inputs."""
+
+    rows: int
+    splits: int = 1
+
+
 class Matmul(NamedTuple):
     """A choice. `norms`: the kernel does what comes before the matmul. `adds`: it adds to the residual;
     otherwise that is left to the next norm."""
 
     kernel: Kernel
-    tiles: ElementwiseTiles | HopperTiles | RowTiles | int | None = None  # as the kernel takes them
+    tiles: ElementwiseTiles | HopperTiles | RowTiles | PackedTiles | None = None  # as the kernel takes them
     norms: bool = False
     adds: bool = True
 
@@ -272,9 +285,9 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
     if is_fp8:
         return _choose_fp8(shape, rows, gpu)
     if is_packed:
-        block_rows = choose_packed_rows(shape, rows, dtype, gpu)
-        if block_rows is not None:
-            return Matmul(Kernel.HOPPER_PACKED, block_rows)
+        tall = choose_packed_rows(shape, rows, dtype, gpu)
+        if tall is not None:
+            return Matmul(Kernel.HOPPER_PACKED, tall)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Matmul(Kernel.UNPACKED if packed is None else Kernel.TILES, packed)
     if is_16_bits and (chosen := _choose_16_bits(shape, rows, gpu)) is not None:
@@ -418,23 +431,31 @@ def _whole_packed_tiles(block_rows: int, inputs: int, bits: int, gated: bool) ->
     return _packed_tiles(block_rows, 64 if gated or block_rows <= 32 else 128, inputs, bits, most)
 
 
-def choose_packed_rows(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> int | None:
-    """Returns the rows of a tile of packed_rows.py. None: others are faster, or it cannot.
+def choose_packed_rows(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> PackedTiles | None:
+    """Returns the tiles of packed_rows.py. None: others are faster, or it cannot.
 
-    A program has one tile of 64 weight rows after the other. Tensor cores take these from registers, which
-    costs them as much as 54 rows more. Where tiles are for half of the SMs only, tile_matmul.py splits the
-    inputs."""
+    A program has one tile after the other. Tensor cores take weights from registers, which costs them as much
+    as more rows would. Where tiles are for half of the SMs, the inputs are halved. Where they are for half of
+    the SMs even then, tile_matmul.py has more splits."""
     whole = shape.inputs % 128 == 0 and shape.outs % (32 if shape.gated else 64) == 0
-    known = shape.bits == 4 and dtype == torch.bfloat16
-    can = gpu.hopper and gpu.compiles and whole and known
+    can = gpu.hopper and gpu.compiles and whole and dtype == torch.bfloat16
     if not (can and PACKED_TALL_ROWS < rows <= gpu.limits.packed_rows):
         return None
 
-    def tiles(block: int) -> int:
-        return cdiv(rows, block) * (shape.weight_rows // 64)
+    def count(tiles: PackedTiles) -> int:
+        return cdiv(rows, tiles.rows) * (shape.weight_rows // 64) * tiles.splits
 
-    block = min(PACKED_BLOCKS, key=lambda block: cdiv(tiles(block), gpu.sms) * (54 + block))
-    return block if 2 * tiles(block) > gpu.sms else None
+    def time(tiles: PackedTiles) -> int:
+        adding = PACKED_ADDING * tiles.rows if tiles.splits > 1 else 0
+        rounds = cdiv(shape.inputs // 128, tiles.splits)
+        return cdiv(count(tiles), gpu.sms) * (rounds * (PACKED_ROUND[shape.bits] + tiles.rows) + adding)
+
+    blocks = PACKED_BLOCKS[shape.bits]
+    tiles = [PackedTiles(block) for block in blocks]
+    if shape.inputs > 128:
+        tiles += [PackedTiles(block, 2) for block in blocks if block <= PACKED_SPLIT_ROWS]
+    best = min(tiles, key=time)
+    return best if 2 * count(best) > gpu.sms else None
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> RowTiles | None:

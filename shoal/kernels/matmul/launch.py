@@ -15,6 +15,7 @@ from shoal.kernels.matmul.dispatch import (
     ElementwiseTiles,
     Kernel,
     Matmul,
+    PackedTiles,
     RowTiles,
     Shape,
     choose,
@@ -73,7 +74,7 @@ def launch(
         return hopper_row.hopper_row_matmul(
             x_TI, weight, bias, gated, residual_TO, norm_weight_I=norm[0], eps=eps
         )
-    if isinstance(chosen.tiles, int):
+    if isinstance(chosen.tiles, PackedTiles):
         assert isinstance(weight, TiledWeight)
         return packed_rows_matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if isinstance(chosen.tiles, RowTiles):

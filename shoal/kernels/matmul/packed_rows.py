@@ -1,4 +1,4 @@
-"""Matmuls of 33 to 256 rows with weights of 4 bits on Hopper, in CUDA C++ (packed_rows.cu).
+"""Matmuls of 33 to 256 rows with weights of 4 or 8 bits on Hopper, in CUDA C++ (packed_rows.cu).
 
 Weights lie as gpu_weight.py lays them, in groups of any size that it has. They become bf16 in the registers
 from which tensor cores take their left operand, once for all rows of a tile.
@@ -18,14 +18,18 @@ import torch
 from shoal.kernels.cuda_library import CudaFunction, TensorMap, compiling, tensor_map
 from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.dispatch import PACKED_BLOCKS
+from shoal.kernels.matmul.dispatch import PACKED_BLOCKS, PACKED_SPLIT_ROWS, PackedTiles
 from shoal.kernels.matmul.loaders import TiledWeight
+from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.rounding import cdiv
 
+STRIP = 64  # weight rows of a tile
 COLUMNS = 128  # inputs that are copied at once
 THREADS = 3 * 128
 SHARED_BYTES = 227 << 10  # a program has all of an SM's
-MAPS, POINTERS, NUMBERS = "x words scales minima", "bias residual out", "has_minima rows outs steps"
+MAPS, POINTERS = "x words scales minima", "bias residual out parts arrived"
+NUMBERS = "has_minima rows outs rounds splits"
+MAX_TILES = 4096  # tiles of a launch whose inputs are split
 
 
 class _RowsArguments(ctypes.Structure):
@@ -35,12 +39,12 @@ class _RowsArguments(ctypes.Structure):
         *((name, TensorMap) for name in MAPS.split()),
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_int) for name in NUMBERS.split()),
-        ("filled", ctypes.c_int * 6),
+        ("filled", ctypes.c_int),
     )
 
 
 def packed_rows_matmul(
-    block_rows: int,
+    tiles: PackedTiles,
     x_TI: torch.Tensor,
     weight: TiledWeight,
     bias: torch.Tensor | None,
@@ -48,28 +52,40 @@ def packed_rows_matmul(
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
-    added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing.
-    `block_rows`: rows of a tile."""
+    added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
     rows, inputs = x_TI.shape
     outs = weight.shape[0] // (1 + gated)
     out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert x_TI.is_contiguous() and out_TO.is_contiguous() and x_TI.dtype == weight.dtype == torch.bfloat16
     assert (
-        weight.bits == 4
+        weight.bits in (4, 8)
         and weight.shape[1] == inputs
         and inputs % COLUMNS == outs % (32 if gated else 64) == 0
     )
     assert out_TO.shape == (rows, outs) and out_TO.dtype == torch.bfloat16
     assert bias is None or (bias.is_contiguous() and bias.dtype == torch.bfloat16)
+    num_tiles, parts, arrived = cdiv(rows, tiles.rows) * (weight.shape[0] // STRIP), None, None
+    if tiles.splits > 1:
+        assert (
+            num_tiles <= MAX_TILES and tiles.rows <= PACKED_SPLIT_ROWS and tiles.splits <= inputs // COLUMNS
+        )
+        parts = x_TI.new_empty(num_tiles * tiles.splits * STRIP * tiles.rows, dtype=torch.float32)
+        arrived = arrival_counters("packed_rows", MAX_TILES, x_TI.device)
     words, scales, minima = weight.words, weight.scales, weight.minima
     arguments = _RowsArguments(
-        _map_of_rows(x_TI, block_rows),
-        *(_map_of_tiles(words, 2, outs, gated), _map_of_tiles(scales, COLUMNS // weight.group, outs, gated)),
+        _map_of_rows(x_TI, tiles.rows),
+        *(
+            _map_of_tiles(words, COLUMNS * weight.bits // 256, outs, gated),
+            _map_of_tiles(scales, COLUMNS // weight.group, outs, gated),
+        ),
         _map_of_tiles(scales if minima is None else minima, COLUMNS // weight.group, outs, gated),
-        *(None if tensor is None else tensor.data_ptr() for tensor in (bias, residual_TO, out_TO)),
-        *(minima is not None, rows, outs, inputs // 64),
+        *(
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (bias, residual_TO, out_TO, parts, arrived)
+        ),
+        *(minima is not None, rows, outs, inputs // COLUMNS, tiles.splits),
     )
-    function = _functions(x_TI.device, block_rows, weight.group, weight.e2m1)[gated]
+    function = _functions(x_TI.device, tiles.rows, weight.bits, weight.group, weight.e2m1)[gated]
     function.launch((1, dispatch.gpu_of(x_TI.device).sms, 1), THREADS, arguments)
     return out_TO
 
@@ -94,18 +110,21 @@ def _map_of_tiles(tensor: torch.Tensor, count: int, outs: int, gated: bool) -> T
     return tensor_map(tensor.data_ptr(), torch.int32, sizes, strides, box)
 
 
-def constants(block_rows: int, group: int, e2m1: bool) -> dict[str, int]:
+def constants(block_rows: int, bits: int, group: int, e2m1: bool) -> dict[str, int]:
     """Constants for which packed_rows.cu is compiled."""
-    return dict(PR_ROWS=block_rows, PR_GROUP=group, PR_E2M1=int(e2m1), PR_SHARED_BYTES=SHARED_BYTES)
+    return dict(
+        PR_ROWS=block_rows, PR_BITS=bits, PR_GROUP=group, PR_E2M1=int(e2m1), PR_SHARED_BYTES=SHARED_BYTES
+    )
 
 
 @functools.cache
 def _functions(
-    device: torch.device, block_rows: int, group: int, e2m1: bool
+    device: torch.device, block_rows: int, bits: int, group: int, e2m1: bool
 ) -> tuple[CudaFunction, CudaFunction]:
     """The plain and the gated matmul."""
     source, capability = Path(__file__).with_suffix(".cu"), torch.cuda.get_device_capability(device)
     # Tiles of other sizes follow soon, so all of them are compiled at the same time.
-    begun = {block: compiling(source, constants(block, group, e2m1), capability) for block in PACKED_BLOCKS}
+    blocks = PACKED_BLOCKS[bits]
+    begun = {block: compiling(source, constants(block, bits, group, e2m1), capability) for block in blocks}
     binary = begun[block_rows].result()
     return CudaFunction(binary, "plain", SHARED_BYTES), CudaFunction(binary, "gated", SHARED_BYTES)
