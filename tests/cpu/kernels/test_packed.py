@@ -364,6 +364,7 @@ def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:
 
 def test_packed_weights_have_their_own_matmul_up_to_a_limit_of_rows() -> None:
     limit = H200.limits.packed_rows
-    for bits, gpu in ((4, GPU()), (8, GPU()), (8, H200)):
-        assert choose(Shape(4096, 4096, bits=bits), limit, BF16, gpu).kernel is Kernel.TILES
-        assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, gpu).kernel is Kernel.UNPACKED
+    for gpu, kernel in ((GPU(), Kernel.TILES), (H200, Kernel.HOPPER_PACKED)):
+        for bits in (4, 8):
+            assert choose(Shape(4096, 4096, bits=bits), limit, BF16, gpu).kernel is kernel
+            assert choose(Shape(4096, 4096, bits=bits), limit + 1, BF16, gpu).kernel is Kernel.UNPACKED
