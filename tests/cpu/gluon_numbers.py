@@ -337,11 +337,7 @@ class Machine:
 
         def asm(
             text: str, constraints: str, args: list[Value], dtype: object, is_pure: bool, pack: int
-        ) -> Value | tuple[Value, ...]:
-            if text.startswith("mma.sync.aligned.m16n8k16"):
-                return warp_mma(args, torch.bfloat16 if "bf16" in text else torch.float16)
-            if text.startswith("bar.warp.sync"):
-                return Value(0)
+        ) -> Value | Number:
             if "cvt.rn.satfinite.e4m3x2.f32" in text:
                 return Value(args[0].data.clamp(-448, 448).to(FP8).view(torch.int8))
             if dtype == torch.int8:  # four bytes of a word, which stands there four times
@@ -350,15 +346,6 @@ class Machine:
                 bytes_of = words.contiguous().view(torch.int8).view(*words.shape, 4)
                 where = torch.tensor([[0, 1], [2, 3]]).expand(words.shape).unsqueeze(-1)
                 return Value(bytes_of.gather(-1, where).squeeze(-1))
-            if text.startswith("prmt.b32 $0, $1, 0, "):  # Each digit is one of the word's bytes, or 4: zero.
-                order, words = int(text.split()[-1].rstrip(";")), args[0].data
-                digits = [order >> 4 * i & 15 for i in range(4)]
-                parts = [(words >> 8 * digit & 255) << 8 * i for i, digit in enumerate(digits) if digit < 4]
-                return Value(sum(parts[1:], parts[0]))
-            if text.startswith("mul.rn."):  # Each word has two numbers.
-                kind = torch.bfloat16 if "bf16x2" in text else torch.float16
-                a, b = (arg.data.contiguous().view(kind).float() for arg in args)
-                return Value((a * b).to(kind).view(torch.int32))
             if "%clock64; shr.u64 t, t, 63;" in text:
                 return Number(0)
             if text == "xor.b32 $0, $1, $2;":  # Each word has two numbers.
@@ -501,25 +488,6 @@ class Machine:
         return types.SimpleNamespace(
             async_copy_global_to_shared=copy, mbarrier_arrive=arrive, commit_group=commit, wait_group=wait
         )
-
-
-def warp_mma(args: list[Value], dtype: torch.dtype) -> tuple[Value, ...]:
-    """`mma.m16n8k16` of warps: each argument has a register of 32 lanes in its last dimension. Lane 4 g + c has,
-    of the left operand, rows g and g + 8 and inputs 2 c and 2 c + 8, each with the next one; the same inputs of
-    column g of the right operand; and columns 2 c and 2 c + 1 of both rows of the sums."""
-
-    def numbers(register: Value) -> torch.Tensor:  # [..., g, c, e]
-        found = register.data.contiguous().view(dtype).float()
-        return found.view(*register.shape[:-1], 8, 4, 2)
-
-    a = torch.stack([numbers(x) for x in args[:4]], -1).unflatten(-1, (2, 2))  # [..., g, c, e, inputs, h]
-    a = a.movedim((-1, -2), (-5, -3)).flatten(-5, -4).flatten(-3, -1)  # [..., rows, inputs]
-    b = (
-        torch.stack([numbers(x) for x in args[4:6]], -1).movedim(-1, -3).flatten(-3, -1)
-    )  # [..., columns, inputs]
-    sums = (a @ b.transpose(-1, -2)).unflatten(-2, (2, 8)).unflatten(-1, (4, 2))  # [..., h, g, c, e]
-    found = [sums[..., h, :, :, e].flatten(-2) for h in range(2) for e in range(2)]
-    return tuple(Value(one + old.data) for one, old in zip(found, args[6:]))
 
 
 def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:

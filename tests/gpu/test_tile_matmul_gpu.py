@@ -177,8 +177,8 @@ def test_experts_in_mxfp4_on_hopper_equal_the_loop_over_them(
     exact = ExpertWeights(*plain, *(bias.float() for bias in biases))
     made = ExpertFormat(4, 32, is_e2m1=True, in_runs=True)
     kernels = set()
-    for rows in (None, 1, 8, 40, 100, 300, 1600):  # an expert's, on average; None: one token
-        tokens = 1 if rows is None else rows * num // top_k
+    rows_of_experts = (1, 8, 40, 100, 300, 1600)  # on average
+    for tokens in (1, 2, *(rows * num // top_k for rows in rows_of_experts)):
         tiles = choose_expert_tiles(tokens * top_k, num, (hidden, size), (made, made), dtype, gpu_of(DEVICE))
         kernels.add((tiles.kernel, tiles.slots))
         x = (torch.randn(tokens, hidden, device=DEVICE) / 8).to(dtype)

@@ -61,14 +61,6 @@ def wait_for_inputs(PDL: gl.constexpr):
 
 
 @gluon.jit
-def wait_then_start_next(PDL: gl.constexpr):
-    """The function of pdl.py, in Gluon."""
-    if PDL:
-        _wait()
-        _signal_next()
-
-
-@gluon.jit
 def start_next(PDL: gl.constexpr):
     """The function of pdl.py, in Gluon."""
     if PDL:

@@ -84,13 +84,13 @@ __device__ __forceinline__ int place_of(int row, int at, int nt) {
   return at / 64 * (nt * 1024) + row * 128 + ((at / 8 ^ row) % 8) * 16 + at % 8 * 2;
 }
 
-__device__ __forceinline__ float activated(float gate, float up, const Arguments& a) {
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
   gate = rounded(gate), up = rounded(up);
   float z = gate;
   if (MX_ACTIVATION == GELU_TANH) z = gate * (1.5957691216f + 0.0713548163f * gate * gate);
   if (MX_ACTIVATION == CLAMPED_SWIGLU) {
-    gate = fminf(gate, a.limit), up = fminf(fmaxf(up, -a.limit), a.limit) + 1.0f;
-    z = gate * a.alpha;
+    gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit) + 1.0f;
+    z = gate * alpha;
   }
   return __fdividef(gate, 1.0f + __expf(-z)) * up;
 }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
     float top[2] = {sums[4 * j] * LARGER + low, sums[4 * j + 1] * LARGER + low};
     float bottom[2] = {sums[4 * j + 2] * LARGER + high, sums[4 * j + 3] * LARGER + high};
     if constexpr (GATED) {
-      u32 pair = transposed(pair_of(activated(top[0], bottom[0], a), activated(top[1], bottom[1], a)));
+      u32 pair = transposed(pair_of(activated(top[0], bottom[0], a.alpha, a.limit), activated(top[1], bottom[1], a.alpha, a.limit)));
       *(u32*)(a.out + (i64)tile.y * (NEXT_STEPS * 128) + place_of(j * 8 + g, strip * 32 + warp * 8 + c * 2, NT)) = pair;
     } else {
 #pragma unroll
@@ -343,6 +343,199 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   }
   to = a.next_rows + (i64)first * (NEXT_STEPS * 128);
   for (int i = a.next_bytes / 16 + lane; i < NEXT_STEPS * 8; i += 32) *(uint4*)(to + place_of(row, i * 8, nt)) = make_uint4(0, 0, 0, 0);
+}
+
+struct SlotArguments {
+  const u8* x;        // FIRST: rows of tokens; otherwise rows of slots
+  const u8* weights;  // as in Arguments
+  const u16* bias;
+  u8* out;              // FIRST: rows of slots; otherwise rows of tokens
+  const int* experts;   // of each slot
+  const float* shares;  // of each slot, for the second matmul
+  float alpha, limit;
+  int top_k, row_bytes, add;
+};
+
+// A few slots: each is a row of its own, multiplied by mma.sync. A warp has a round of a strip, whose six groups of inputs are
+// six of the eight columns of the right operand: a column has the row's inputs in its group and zeros elsewhere. So each sum is
+// of one group, and its scale multiplies the sum and not the weights. A warp has places of its own for steps, so it sees every
+// round of its barriers, and asks for another step once one is in registers. An SM has one program of each matmul: the second
+// one's fills its places while the first one's multiplies. A cluster has the slots of a token; its first program adds them.
+constexpr int SLOT_WARPS = 12, SLOT_THREADS = SLOT_WARPS * 32;
+constexpr int SLOT_STRIPS = 3;                                // of a program at most
+constexpr int SLOT_PARTS = SLOT_STRIPS * SLOT_WARPS * 256;    // bytes: sums of 64 weight rows of each warp and strip
+constexpr int SLOT_SUMS = FIRST ? 0 : 8 * SLOT_STRIPS * 256;  // bytes: those of up to 8 slots
+constexpr int SLOT_PLACES = (MX_SLOT_SHARED_BYTES - 1024 - ROW_BYTES - SLOT_PARTS - SLOT_SUMS) / (CHUNK * SLOT_WARPS);
+static_assert(SLOT_PLACES >= 2 && SLOT_WARPS >= SLOT_STRIPS, "");
+constexpr u32 ROW_SCALE = 0x67806780u;                 // 2^80: products with unscaled weights stay normal numbers
+constexpr float SLOT_LARGER = 5.421010862427522e-20f;  // LARGER / 2^80
+
+__device__ __forceinline__ void multiply_row(float (&s)[4], const u32 (&a)[4], u32 low, u32 high) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {" R(0, 1, 2, 3) "}, {" R(4, 5, 6, 7) "}, {%8, %9}, {" R(0, 1, 2, 3) "};"
+      : S(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
+}
+template <int I>
+__device__ __forceinline__ float power_of(u32 bytes) {
+  return __uint_as_float(__byte_perm(bytes, 0, 0x444 | I << 12) >> 1);
+}
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+extern "C" __global__ void __launch_bounds__(SLOT_THREADS, 2) mxfp4_slots(const __grid_constant__ SlotArguments a) {
+  extern __shared__ __align__(128) unsigned char dynamic[];
+  unsigned char* after = dynamic + SLOT_WARPS * SLOT_PLACES * CHUNK;
+  u32* row = (u32*)after;
+  float* parts = (float*)(after + ROW_BYTES);
+  float* sums_of_slots = parts + SLOT_PARTS / 4;
+  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  u32 places = shared_address(dynamic) + warp * (SLOT_PLACES * CHUNK);
+  u32 full = shared_address(sums_of_slots) + SLOT_SUMS + warp * (SLOT_PLACES * 8);
+  if (lane == 0) {
+    for (int i = 0; i < SLOT_PLACES; ++i) make_barrier(full + i * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncwarp();
+  if (!FIRST) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  for (int i = threadIdx.x; i < SLOT_PARTS / 4; i += SLOT_THREADS) parts[i] = 0.0f;
+  // blockIdx.z: a slot, or a token whose slots are a cluster.
+  int slot = FIRST ? blockIdx.z : blockIdx.z * a.top_k + blockIdx.x, token = FIRST ? slot / a.top_k : blockIdx.z;
+  int part = blockIdx.y, at = STRIPS * part / gridDim.y, strips = STRIPS * (part + 1) / gridDim.y - at, rounds = strips * ROUNDS;
+  constexpr int HELD = (STEPS * 8 + SLOT_THREADS - 1) / SLOT_THREADS;
+  uint4 held[HELD];  // of the row
+  auto load_row = [&]() {
+    const uint4* from = (const uint4*)(a.x + (i64)(FIRST ? token : slot) * a.row_bytes);
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) {
+      int i = threadIdx.x + j * SLOT_THREADS;
+      held[j] = i * 16 < a.row_bytes ? __ldcg(from + i) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  if (FIRST) wait_for_previous();  // for the choice of experts, which the second matmul may read at once
+  start_next();
+  int expert = __ldcg(a.experts + slot);
+  if (FIRST) load_row();
+  const u8* weights = a.weights + ((i64)expert * STRIPS + at) * (STEPS * CHUNK);
+  int next_round = warp, next_step = 0;  // to be asked for
+  auto ask = [&](int place) {
+    if (lane == 0 && next_round < rounds) {
+      expect(full + place * 8, CHUNK);
+      copy_once(places + place * CHUNK, weights + (next_round * ROUND + next_step) * CHUNK, CHUNK, full + place * 8);
+    }
+    if (++next_step == ROUND) next_step = 0, next_round += SLOT_WARPS;
+  };
+#pragma unroll
+  for (int i = 0; i < SLOT_PLACES; ++i) ask(i);
+  // At the end a warp has the outputs of a strip.
+  int out = (at + warp) * (GATED ? 32 : 64) + lane * (GATED ? 1 : 2);
+  float bias[2] = {};
+  if (a.bias && warp < strips) {
+    const u16* of = a.bias + (i64)expert * (GATED ? 2 * OUTS : OUTS) + out;
+    bias[0] = widen(of[0]), bias[1] = widen(of[GATED ? OUTS : 1]);
+  }
+  float share = FIRST ? 1.0f : __ldcg(a.shares + slot);
+  if (!FIRST) wait_for_previous(), load_row();
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    int i = threadIdx.x + j * SLOT_THREADS;
+    if (i >= STEPS * 8) break;
+    uint4 v = held[j];
+    u32* to = row + i / 8 * 32 + i % 8;  // pairs of inputs: step, then lane % 4, word, half of it
+    to[0] = times(v.x, ROW_SCALE), to[8] = times(v.y, ROW_SCALE), to[16] = times(v.z, ROW_SCALE), to[24] = times(v.w, ROW_SCALE);
+  }
+  __syncthreads();
+  u32 own_row = shared_address(row) + g / 2 * 128 + c * 32 + g % 2 * 16;
+  float sums[4][2] = {};
+  auto store = [&](int strip) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& sum = sums[i / 2][i % 2];
+      sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
+      if (c == 0) parts[(strip * SLOT_WARPS + warp) * 64 + i * 8 + g] = sum;
+      sum = 0.0f;
+    }
+  };
+  int stored = 0, place = 0;
+  u32 parity = 0;
+#pragma unroll 1
+  for (int i = warp; i < rounds; i += SLOT_WARPS) {
+    int strip = i / ROUNDS;
+    if (strip != stored) store(stored), stored = strip;
+    uint4 inputs = make_uint4(0, 0, 0, 0);
+    if (g < 6) inputs = load_words(own_row + i % ROUNDS * (ROUND * 128));
+    float found[4][4] = {};
+    u32 scales[4] = {};
+#pragma unroll
+    for (int step = 0; step < ROUND; ++step) {
+      uint4 words[4];
+      u32 place_at = places + place * CHUNK;
+      wait(full + place * 8, parity);
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) words[tile] = load_words(place_at + tile * 512 + lane * 16);
+      if (c == step) {  // whose two columns are the step's groups
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) scales[tile] = load_scales(place_at + 2048 + tile * 32 + g * 4);
+      }
+      __syncwarp();
+      ask(place);
+      if (++place == SLOT_PLACES) place = 0, parity ^= 1;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        bool mine = g == step * 2 + k / 2;  // Word k is of that group.
+        u32 low = mine ? k % 2 ? inputs.z : inputs.x : 0, high = mine ? k % 2 ? inputs.w : inputs.y : 0;
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {
+          u32 word = word_of(words[tile], k);
+          u32 pairs[4] = {placed<0>(word), placed<1>(word), placed<2>(word), placed<3>(word)};
+          multiply_row(found[tile], pairs, low, high);
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {  // Bytes 0 and 1 are weight row g's and g + 8's of the first group.
+      sums[tile][0] += found[tile][0] * power_of<0>(scales[tile]) + found[tile][1] * power_of<2>(scales[tile]);
+      sums[tile][1] += found[tile][2] * power_of<1>(scales[tile]) + found[tile][3] * power_of<3>(scales[tile]);
+    }
+  }
+  if (stored < strips) store(stored);
+  __syncthreads();
+  float top = 0.0f, bottom = 0.0f;
+  if (warp < strips) {
+    const float* of = parts + warp * (SLOT_WARPS * 64) + lane / 8 * 16 + lane % 8;
+#pragma unroll
+    for (int i = 0; i < SLOT_WARPS; ++i) top += of[i * 64], bottom += of[i * 64 + 8];
+    top = top * SLOT_LARGER + bias[0], bottom = bottom * SLOT_LARGER + bias[1];
+  }
+  if constexpr (FIRST) {
+    if (warp >= strips) return;
+    u8* to = a.out + ((i64)slot * OUTS + out) * 2;
+    if (GATED) *(u16*)to = pair_of(activated(top, bottom, a.alpha, a.limit), 0.0f);
+    else *(u32*)to = pair_of(squared_relu(top), squared_relu(bottom));
+  } else {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // All programs of the cluster have begun.
+    if (warp < strips) {
+      const float* own = sums_of_slots + (blockIdx.x * SLOT_STRIPS + warp) * 64 + lane * 2;
+      u32 to;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(to) : "r"(shared_address(own)));
+      asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(top * share), "f"(bottom * share) : "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (blockIdx.x != 0 || warp >= strips) return;
+    top = bottom = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < a.top_k; ++i) {
+      float2 of = *(const float2*)(sums_of_slots + (i * SLOT_STRIPS + warp) * 64 + lane * 2);
+      top += of.x, bottom += of.y;
+    }
+    u32* to = (u32*)(a.out + ((i64)token * OUTS + out) * 2);
+    u32 sum = pair_of(top, bottom);
+    if (a.add) {
+      u32 old = __ldcg(to);
+      sum = pair_of(widen(old & 0xffff) + widen(sum & 0xffff), widen(old >> 16) + widen(sum >> 16));
+    }
+    *to = sum;
+  }
 }
 
 struct Unpacking {

@@ -1,5 +1,5 @@
-"""Experts with weights in MXFP4 on Hopper: how they lie in memory, and their two matmuls for more than a few
-tokens, in CUDA C++ (mxfp4_experts.cu).
+"""Experts with weights in MXFP4 on Hopper: how they lie in memory, and their two matmuls in CUDA C++
+(mxfp4_experts.cu).
 
 A few hundred tokens need every weight of every expert, so the speed of reading is what counts. What a program
 reads lies in one run: a strip of 64 weight rows, step after step of 64 inputs, 2,176 bytes each. A few large
@@ -15,7 +15,10 @@ outputs 2 g and 2 g + 1 of its 16. Each half e of a word has the weights of pair
 scale is the exponent of a power of two, by which bits of a weight, taken as a number in bf16, become the
 weight, made smaller by 2^16.
 
-Rows are arranged as tensor cores want them before the first matmul, which writes the second one's so, too.
+Rows are arranged as tensor cores want them before the first matmul, which writes the second one's so, too. Of
+a few tokens (`mix_few_slots`) each slot, a pair of a token and one of its K choices, is a row of its own. The
+second matmul's programs start once the experts are known, fill their places while the first one's multiply,
+and add a token's slots.
 
 E experts · K experts of a token · I inputs · O outputs (F of the first matmul, whose weight has 2F rows an
 expert if it is gated). The oracle is moe/reference.py. Figures are in benchmarks/results/matmul.md.
@@ -50,8 +53,17 @@ LARGEST_SCALE = 254 - SCALE_SHIFT
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
 TILE_ROWS = 128  # rows of a tile at most
 SHARED_BYTES = 227 << 10  # a program has all of an SM's
+# Shared memory of programs of `mxfp4_slots`, first and second matmul. An SM has room for one of each, and not
+# for two of the first, which start while a matmul of one row has most SMs, and would fill half in pairs.
+SLOT_SHARED_BYTES = 120 << 10, 106 << 10
+SLOT_THREADS = 12 * 32
+SLOT_STRIPS = 3  # A program has up to three strips, as mxfp4_experts.cu says.
+MOST_CHOICES = 8  # Clusters of more programs are not portable.
+MOST_SLOT_INPUTS = 12288  # A program keeps a row of inputs in shared memory, beside its places.
 ARRANGED = 8  # slots of a program of `arrange`
 WEIGHT_POINTERS = "x weights bias out tiles used slots"
+SLOT_POINTERS = "x weights bias out experts shares"
+SLOT_NUMBERS = "top_k row_bytes add"
 ARRANGED_POINTERS = "x rows next_rows experts ranks counts slots used tiles"
 ARRANGED_NUMBERS = "num_slots top_k num_experts row_bytes next_bytes"
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2", "")  # as numbered in mxfp4_experts.cu
@@ -163,6 +175,7 @@ class Variant(NamedTuple):
 
     def constants(self) -> dict[str, int]:
         named = {f"MX_{name.upper()}": value for name, value in self._asdict().items()}
+        named["MX_SLOT_SHARED_BYTES"] = SLOT_SHARED_BYTES[self.next_steps == 0]
         return named | {"MX_ROWS": TILE_ROWS, "MX_SHARED_BYTES": SHARED_BYTES}
 
 
@@ -173,6 +186,17 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in WEIGHT_POINTERS.split()),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+    )
+
+
+class _SlotArguments(ctypes.Structure):
+    """The struct SlotArguments in mxfp4_experts.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in SLOT_POINTERS.split()),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        *((name, ctypes.c_int) for name in SLOT_NUMBERS.split()),
     )
 
 
@@ -238,6 +262,47 @@ def mix_slots(
     return out
 
 
+def takes_few_slots(first: ExpertRuns, second: ExpertRuns, top_k: int) -> bool:
+    """Says if `mix_few_slots` can multiply by these weights."""
+    return top_k <= MOST_CHOICES and max(first.shape[1], second.shape[1]) <= MOST_SLOT_INPUTS
+
+
+def mix_few_slots(
+    x_TD: torch.Tensor,
+    first: ExpertRuns,
+    second: ExpertRuns,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    choice: tuple[torch.Tensor, torch.Tensor],
+    activation: Activation,
+    out_TD: torch.Tensor,
+    add: bool,
+) -> None:
+    """Both matmuls of so few slots that they rarely meet at an expert, and the sum of each token's slots by
+    weight, which is added to `out_TD` with `add`. `choice`: the slots' experts, int32 [T * K], and weights,
+    float32 [T * K]. Bits do not depend on timing."""
+    experts, shares = choice
+    num_tokens, num_slots, device = len(x_TD), len(experts), x_TD.device
+    hidden, size, top_k = first.shape[1], second.shape[1], num_slots // num_tokens
+    assert x_TD.is_contiguous() and x_TD.dtype == out_TD.dtype == torch.bfloat16
+    assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape == (num_tokens, hidden)
+    assert second.shape[0] == first.num_experts * hidden and takes_few_slots(first, second, top_k)
+    functions = _functions(device, *first.variants(second, activation))
+    hidden_states = x_TD.new_empty((num_slots, size))
+    sms = dispatch.gpu_of(device).sms
+    # The SMs of a cluster are neighbours, which leaves some SMs without one.
+    for function, weight, bias_EO, rows_in, rows_out, cluster, at_once in (
+        (functions.slots[0], first, biases[0], x_TD, hidden_states, 1, sms),
+        (functions.slots[1], second, biases[1], hidden_states, out_TD, top_k, sms - sms // 32),
+    ):
+        assert bias_EO is None or (bias_EO.is_contiguous() and bias_EO.numel() == weight.shape[0])
+        strips, bias = weight.runs.shape[1], None if bias_EO is None else bias_EO.data_ptr()
+        parts = max(cdiv(strips, SLOT_STRIPS), min(strips, at_once // num_slots))
+        pointers = rows_in.data_ptr(), weight.runs.data_ptr(), bias, rows_out.data_ptr()
+        of_slots = experts.data_ptr(), shares.data_ptr(), activation.alpha, activation.limit
+        arguments = _SlotArguments(*pointers, *of_slots, top_k, weight.shape[1] * 2, add)
+        function.launch((cluster, parts, num_slots // cluster), SLOT_THREADS, arguments)
+
+
 class _Unpacking(ctypes.Structure):
     """The struct Unpacking in mxfp4_experts.cu."""
 
@@ -260,6 +325,7 @@ def unpacked(first: ExpertRuns, second: ExpertRuns, activation: Activation, whic
 class _Functions(NamedTuple):
     arrange: CudaFunction
     matmuls: tuple[CudaFunction, ...]
+    slots: tuple[CudaFunction, ...]
     unpack: tuple[CudaFunction, ...]
 
 
@@ -273,5 +339,6 @@ def _functions(device: torch.device, first: Variant, second: Variant) -> _Functi
     return _Functions(
         CudaFunction(binaries[0], "arrange", 0),
         tuple(CudaFunction(binary, "mxfp4_experts", SHARED_BYTES) for binary in binaries),
+        tuple(CudaFunction(binary, "mxfp4_slots", size) for binary, size in zip(binaries, SLOT_SHARED_BYTES)),
         tuple(CudaFunction(binary, "unpack", 0) for binary in binaries),
     )

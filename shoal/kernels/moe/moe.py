@@ -9,8 +9,8 @@ Hopper hopper_experts.py for many rows):
 4. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is added to the output,
    which holds the residual.
 
-Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums
-(in MXFP4 on Hopper by hopper_mxfp4_slots.py). In MXFP4 on Hopper, 2 and 3 are mxfp4_experts.py's for more.
+Of few tokens only 1 and 3 are needed: each slot is a tile of its own, and the second matmul also sums.
+In MXFP4 on Hopper, mxfp4_experts.py has 3 for few tokens, and 2 and 3 for more.
 
 T tokens · E experts · k experts of a token · D hidden · F intermediate. The oracle is reference.py.
 """
@@ -24,7 +24,14 @@ import triton.language as tl
 from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.matmul.dispatch import ExpertFormat, ExpertKernel, ExpertTiles, choose_expert_tiles, gpu_of
 from shoal.kernels.matmul.loaders import Fp8Matrix, TiledWeight
-from shoal.kernels.matmul.mxfp4_experts import ExpertRuns, Slots, mix_slots, unpacked
+from shoal.kernels.matmul.mxfp4_experts import (
+    ExpertRuns,
+    Slots,
+    mix_few_slots,
+    mix_slots,
+    takes_few_slots,
+    unpacked,
+)
 from shoal.kernels.matmul.split_k import arrival_counters
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, Weight, tile_matmul, weight_shape
 from shoal.kernels.moe.mixture import NO_TENSORS, ExpertWeights, RouterTensors
@@ -36,7 +43,6 @@ from shoal.kinds.experts import Activation, Router
 
 if HAS_GLUON:
     from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
-    from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
@@ -168,8 +174,11 @@ def moe_with(
     if num_tokens == 0:
         return out_TD
     num_slots, add = num_tokens * top_k, residual_TD is not None
+    few_slots = tiles.slots
+    if isinstance(w13, ExpertRuns) and isinstance(w2, ExpertRuns):
+        few_slots = few_slots and takes_few_slots(w13, w2, top_k)
     counts = None
-    if not tiles.slots:
+    if not few_slots:
         # `route` counts from 0 and `_combine` leaves zeros, so two layers' launches must not interleave.
         counts = arrival_counters("moe", num_experts, x_TD.device)
     # They are separate tensors so that each is aligned.
@@ -177,20 +186,20 @@ def moe_with(
     shares = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
     ranks = None if counts is None else torch.empty_like(experts)
     route(router_logits_TE, router, tensors, shares, experts, ranks, counts)
-    if isinstance(w13, ExpertRuns) and ranks is not None and counts is not None and not tiles.widened:
+    if isinstance(w13, ExpertRuns) and not tiles.widened:
         assert isinstance(w2, ExpertRuns)
-        slots = Slots(experts, ranks, counts, top_k)
-        slots_out = mix_slots(x_TD, w13, w2, (weights.b13, weights.b2), slots, activation)
-        _sum_slots(slots_out, shares, counts, out_TD, top_k, add)
+        biases = weights.b13, weights.b2
+        if ranks is None or counts is None:
+            mix_few_slots(x_TD, w13, w2, biases, (experts, shares), activation, out_TD, add)
+        else:
+            slots = Slots(experts, ranks, counts, top_k)
+            slots_out = mix_slots(x_TD, w13, w2, biases, slots, activation)
+            _sum_slots(slots_out, shares, counts, out_TD, top_k, add)
         return out_TD
     hidden_states = x_TD.new_empty((num_slots, size))
     if counts is None:
         by_slot = RowMap(SLOTS, experts, num_slots, top_k, num_experts)
         by_token = RowMap(SLOTS, experts, num_tokens, top_k, num_experts, shares=shares)
-        if isinstance(w13, ExpertRuns) and isinstance(w2, ExpertRuns):
-            mxfp4_slots_matmul(x_TD, w13, weights.b13, hidden_states, by_slot, activation)
-            mxfp4_slots_matmul(hidden_states, w2, weights.b2, out_TD, by_token, add=add)
-            return out_TD
         assert not isinstance(w13, ExpertRuns) and not isinstance(w2, ExpertRuns)
         tile_matmul(tiles.gate_up, x_TD, w13, weights.b13, hidden_states, activation, rows=by_slot)
         tile_matmul(tiles.down, hidden_states, w2, weights.b2, out_TD, add=add, rows=by_token)

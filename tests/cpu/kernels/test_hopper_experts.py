@@ -13,16 +13,12 @@ import torch
 from gluon_numbers import Descriptor, Machine, Value, load
 from triton_compile import check_kernels
 
-from shoal.kernels.matmul import dispatch, mxfp4_experts
+from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import GPU, ExpertFormat, ExpertKernel, choose_expert_tiles, derived_limits
 from shoal.kernels.matmul.hopper_experts import hopper_experts_matmul
-from shoal.kernels.matmul.hopper_mxfp4_slots import mxfp4_slots_matmul
-from shoal.kernels.matmul.loaders import SMALLER
-from shoal.kernels.matmul.mxfp4_experts import ExpertRuns
-from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, weight_shape
+from shoal.kernels.matmul.tile_matmul import LISTED, RowMap, weight_shape
 from shoal.kernels.moe import moe, reference
 from shoal.kinds.experts import Activation
-from tests.cpu.kernels.test_packed import _mxfp4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = GPU(hopper=True)
@@ -119,45 +115,6 @@ def test_experts_as_numbers(
         torch.testing.assert_close(slots_out[slot].float(), want, atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokens", "top_k", "hidden", "size"),
-    [
-        (CLAMPED, 1, 4, 320, 192),
-        (Activation("silu"), 2, 3, 64, 1216),
-        (Activation("gelu_tanh"), 1, 1, 192, 96),
-        (Activation("relu2"), 2, 2, 128, 128),
-    ],
-    ids=str,
-)
-def test_slots_in_mxfp4_as_numbers(kind: Activation, tokens: int, top_k: int, hidden: int, size: int) -> None:
-    print("seed", torch.manual_seed(37).initial_seed())
-    num, dtype = 6, BF16
-    packed, plain = [], []
-    for outs, inputs, each in ((size, hidden, 1 + kind.has_gate), (hidden, size, 1)):
-        parts = [_mxfp4(outs, inputs) for _ in range(num * each)]
-        packed.append(mxfp4_experts.pack(parts, None, each, torch.device("cpu")))
-        weights = torch.stack([part.dequantize() for part in parts])
-        plain.append(weights.view(num, each * outs, inputs))
-    b13, b2 = (torch.randn(weight.shape[:2]).to(dtype) for weight in plain)
-    x, residual = torch.randn(tokens, hidden).to(dtype) / 8, torch.randn(tokens, hidden).to(dtype)
-    experts = torch.cat([torch.randperm(num)[:top_k] for _ in range(tokens)]).int()
-    shares = torch.rand(tokens * top_k)
-    names = dict(gate_mul=gate_mul, squared_relu=squared_relu, SMALLER=SMALLER, ExpertRuns=ExpertRuns)
-    matmul = load(Machine(), "hopper_mxfp4_slots", names).mxfp4_slots_matmul
-    states, out = torch.full((tokens * top_k, size), float("nan"), dtype=dtype), residual.clone()
-    matmul(x, packed[0], b13, states, RowMap(SLOTS, experts, tokens * top_k, top_k, num), kind)
-    by_token = RowMap(SLOTS, experts, tokens, top_k, num, shares=shares)
-    matmul(states, packed[1], b2, out, by_token, add=True)
-    total = residual.float()
-    for slot, expert in enumerate(experts.tolist()):
-        gate_up = plain[0][expert] @ x[slot // top_k].float() + b13[expert].float()
-        want = reference.activate(gate_up.to(dtype).float(), kind)
-        torch.testing.assert_close(states[slot].float(), want, atol=4e-2, rtol=2e-2)
-        result = plain[1][expert] @ states[slot].float() + b2[expert].float()
-        total[slot // top_k] += shares[slot] * result
-    torch.testing.assert_close(out.float(), total, atol=4e-2, rtol=2e-2)
-
-
 PLAIN = (ExpertFormat(), ExpertFormat())
 
 
@@ -212,22 +169,6 @@ def test_other_experts_stay_with_triton(options: dict) -> None:
     assert _chosen(**options).kernel is ExpertKernel.TILES
 
 
-def _launch_slots(first: bool, kind: Activation, hidden: int, size: int) -> None:
-    num, top_k = 4, 4
-    outs, inputs = (size * (1 + kind.has_gate), hidden) if first else (hidden, size)
-    with torch.device("meta"):
-        runs = torch.empty(num, outs // 64, -(-inputs // 192) * 3, 2176, dtype=torch.uint8)
-        weight = ExpertRuns((num * outs, inputs), num, runs)
-        bias, experts = torch.empty(num, outs, dtype=BF16), torch.empty(top_k, dtype=torch.int32)
-        x, states = torch.empty(1, hidden, dtype=BF16), torch.empty(top_k, size, dtype=BF16)
-        if first:
-            rows = RowMap(SLOTS, experts, top_k, top_k, num)
-            mxfp4_slots_matmul(x, weight, bias, states, rows, kind)
-        else:
-            rows = RowMap(SLOTS, experts, 1, top_k, num, shares=torch.empty(top_k))
-            mxfp4_slots_matmul(states, weight, bias, torch.empty_like(x), rows, add=True)
-
-
 def _launch(first: bool, kind: Activation, hidden: int, size: int, dtype: torch.dtype, biased: bool) -> None:
     num, top_k = 4, 2
     outs, inputs = (size * (1 + kind.has_gate), hidden) if first else (hidden, size)
@@ -255,16 +196,6 @@ LAUNCHES = {
         (False, Activation("silu"), 2048, 768, BF16, False),
         (False, Activation("silu"), 1032, 776, FP16, True),
         (False, CLAMPED, 2880, 2880, BF16, True),
-    )
-} | {
-    f"slots, {'first' if first else 'second'}, {kind.kind} {size}": partial(
-        _launch_slots, first, kind, 2880, size
-    )
-    for first, kind, size in (
-        (True, CLAMPED, 2880),
-        (True, Activation("relu2"), 2880),
-        (False, CLAMPED, 2880),
-        (False, CLAMPED, 1440),
     )
 }
 

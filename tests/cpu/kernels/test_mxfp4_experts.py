@@ -13,7 +13,7 @@ from cuda_compile import log_of, needs_nvcc
 
 from shoal.errors import CheckpointError
 from shoal.kernels.matmul import mxfp4_experts
-from shoal.kernels.matmul.mxfp4_experts import PAIRS, ExpertRuns, Variant, has_kernels, pack
+from shoal.kernels.matmul.mxfp4_experts import PAIRS, ExpertRuns, has_kernels, pack, takes_few_slots
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kinds.experts import Activation
 from tests.cpu.kernels.test_packed import _mxfp4
@@ -97,17 +97,33 @@ def test_only_whole_strips_in_bf16_on_hopper_have_kernels(monkeypatch: pytest.Mo
     assert not of(64, 64)
 
 
-def variants() -> list[Variant]:
-    """gpt-oss-20b's two matmuls."""
-    runs = [torch.empty((32, strips, 45, 2176), dtype=torch.uint8, device="meta") for strips in (90, 45)]
-    first, second = ExpertRuns((32 * 5760, 2880), 32, runs[0]), ExpertRuns((32 * 2880, 2880), 32, runs[1])
-    return [*first.variants(second, Activation("clamped_swiglu", 1.7, 7.0))]
+def weights(size: int, hidden: int) -> tuple[ExpertRuns, ExpertRuns]:
+    """Both weights of four experts of a gated mixture, without numbers."""
+
+    def of(outs: int, inputs: int) -> ExpertRuns:
+        steps = -(-inputs // 192) * 3
+        runs = torch.empty((4, outs // 64, steps, 2176), dtype=torch.uint8, device="meta")
+        return ExpertRuns((4 * outs, inputs), 4, runs)
+
+    return of(2 * size, hidden), of(hidden, size)
+
+
+def test_few_slots_need_a_cluster_and_a_row_in_shared_memory() -> None:
+    assert takes_few_slots(*weights(2880, 2880), 4) and takes_few_slots(*weights(12288, 12288), 8)
+    assert not takes_few_slots(*weights(2880, 2880), 9)
+    assert not takes_few_slots(*weights(12352, 2880), 4) and not takes_few_slots(*weights(64, 12352), 4)
 
 
 @pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("which", [0, 1])
-def test_compiles_with_matmuls_beside_other_instructions(which: int, tmp_path: Path) -> None:
-    source = Path(mxfp4_experts.__file__).with_suffix(".cu")
-    log = log_of(source, variants()[which].constants(), tmp_path)
+@pytest.mark.parametrize(("size", "hidden"), [(2880, 2880), (64, 192), (12288, 12288)])
+def test_compiles_with_matmuls_beside_other_instructions(
+    size: int, hidden: int, which: int, tmp_path: Path
+) -> None:
+    first, second = weights(size, hidden)
+    variant = first.variants(second, Activation("clamped_swiglu", 1.7, 7.0))[which]
+    log = log_of(Path(mxfp4_experts.__file__).with_suffix(".cu"), variant.constants(), tmp_path)
     assert "spill stores" in log and "serialized" not in log
+    few_slots = log.split("Function properties for mxfp4_slots")[1].splitlines()[1]
+    assert "0 bytes spill stores" in few_slots
