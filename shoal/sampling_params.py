@@ -189,7 +189,7 @@ class SamplingParams:
         False, "compute every prompt token, even if its KV is cached", section="execution"
     )
     thinking_token_budget: int | None = option(
-        None, "most tokens of reasoning in an answer, which goes on after them; -1: no limit", low=-1
+        None, "most tokens of reasoning in an answer, which continues after them; -1: no limit", low=-1
     )
 
     def __post_init__(self) -> None:

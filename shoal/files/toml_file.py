@@ -47,7 +47,7 @@ def _advice(text: str, mistake: str) -> str:
     value = value.partition("#")[0].strip()
     is_value = mistake.startswith(("Invalid value", "Expected newline"))
     if is_value and equals and re.fullmatch(r"[^\s\"'\[\]{},]+", value):
-        return f'; text stands in quotes: {key.strip()} = "{value}"'
+        return f'; text must be in quotes: {key.strip()} = "{value}"'
     return f"; the line is: {line:.200}" if line else ""
 
 

@@ -82,13 +82,13 @@ class BlockMap:
 
 
 def as_shards(views: Shards) -> list[BlockView]:
-    """Raises LayoutError if they lie in different kinds of storage, or on devices that do not reach each
+    """Raises LayoutError if they are in different kinds of storage, or on devices that do not reach each
     other."""
     shards = [views] if isinstance(views, BlockView) else list(views)
     for view in shards[1:]:
         if view.storage.kind is not shards[0].storage.kind or not _are_peers(devices_of([shards[0]], [view])):
             raise LayoutError(
-                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, "
+                f"the shards of one side are in {_place(shards[0])} and {_place(view)}: it takes one kind, "
                 "and devices that reach each other"
             )
     return shards

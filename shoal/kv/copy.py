@@ -241,7 +241,7 @@ def _copy_alike(
 
 
 def _copy_file(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: np.ndarray) -> None:
-    """Between a direct-I/O file and memory of the same spec. Layers may lie in files of their own."""
+    """Between a direct-I/O file and memory of the same spec. Layers may have files of their own."""
     file = src if src.storage.kind is Kind.DIRECT else dst
     storages = [file.layer(i).storage for i in range(file.spec.num_layers)]
     shares = shared_heads([src.spec], [dst.spec])

@@ -99,8 +99,8 @@ class BlockView:
                 )
             if (layer.storage.kind, layer.storage.device) != (first.storage.kind, first.storage.device):
                 raise LayoutError(
-                    f"layer {i} lies in {layer.storage.kind} storage on {layer.storage.device}, the first in "
-                    f"{first.storage.kind} on {first.storage.device}: a cache lies in one kind"
+                    f"layer {i} is in {layer.storage.kind} storage on {layer.storage.device}, the first in "
+                    f"{first.storage.kind} on {first.storage.device}: a cache is in one kind"
                 )
         self.mutable = all(layer.mutable for layer in layers)
         # Where each layer begins, or its offset in a file that has no addresses. The addresses stay valid, as

@@ -1,4 +1,4 @@
-"""RMSNorms that differ in how their weight is stored and where they round, and norms that stand before a sum.
+"""RMSNorms that differ in how their weight is stored and where they round, and norms before a sum.
 ModelConfig.norm names the kind that a model's norms are of."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class PackedMatrix(Protocol):
         """The rows `ids_T`, [T, I] float32. The matrix must be made of one tensor."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The memory in which it lies."""
+        """The memory of the matrix."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class WritableMatrix(PackedMatrix, Protocol):
 
 @runtime_checkable
 class FusedMatrix(PackedMatrix, Protocol):
-    """A packed matrix whose kernels also do what stands before and after a matmul."""
+    """A packed matrix whose kernels also do what comes before and after a matmul."""
 
     def add(
         self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
@@ -196,7 +196,7 @@ def pack(
     per_expert: int = 0,
 ) -> PackedWeight:
     """One matrix of all rows of the pieces, in order, for activations of this type. Where the format that it
-    replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones.
+    replaces fits, its memory is used again, so that new weights have the addresses of the old ones.
     `per_expert`: how many of the pieces are an expert's, for kernels of experts; 0: for others. Raises
     CheckpointError for pieces that do not fit the format that they replace."""
     old = replaced.packed if isinstance(replaced, PackedWeight) else None

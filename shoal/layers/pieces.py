@@ -1,5 +1,5 @@
 """`Pieces`: what a layer on several ranks leaves to add to the residual after a large step, while the sums of
-its rows over the ranks go on during the matmuls."""
+its rows over the ranks run during the matmuls."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class WeightFormat:
         self.ops = ops
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The memory in which the weights lie, by name, but for parameters of the layer."""
+        """The memory of the weights, by name, but for parameters of the layer."""
         return {}
 
     def fp8_group(self, num_rows: int) -> int | None:

@@ -118,7 +118,7 @@ def layer_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[Checkpo
     output head's has no prefix."""
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):
-            path = path.removeprefix("layer_embeddings.")  # they stand beside the layers in checkpoints
+            path = path.removeprefix("layer_embeddings.")  # they are outside of the layers in checkpoints
             yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")
 
 

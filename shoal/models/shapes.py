@@ -2,8 +2,8 @@
 them.
 
 Both come from the modules themselves, which are built without memory (on torch's meta device). Nothing is
-computed there, as the first computation on that device imports hundreds of modules. A config that lies costs
-little: one layer is built of each kind, and shapes come one by one.
+computed there, as the first computation on that device imports hundreds of modules. A config with wrong
+numbers costs little: one layer is built of each kind, and shapes come one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`RankHead`: one rank's draft head: its module, the hidden states that it reads, and its weights, which lie
+"""`RankHead`: one rank's draft head: its module, the hidden states that it reads, and its weights, which are
 in the target's region. When the target gets a new checkpoint, a head in that checkpoint is loaded, too."""
 
 from __future__ import annotations

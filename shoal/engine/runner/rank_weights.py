@@ -141,7 +141,7 @@ class RankWeights:
         self._synchronize()
 
     def _on_this_card(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor, or a copy of it if it is on another GPU. Weights that can sleep lie in memory
+        """Returns the tensor, or a copy of it if it is on another GPU. Weights that can sleep are in memory
         that their own card alone may write, and a copy between cards is made by the sender's."""
         return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
 

@@ -166,7 +166,7 @@ class WholeRowSampler:
             self.options.write_tokens(blocks_M.long(), tokens_M)
 
     def _blocks_of(self, start: RowStart) -> np.ndarray:
-        """Returns the blocks in which the tokens of a sequence lie, int32."""
+        """Returns the blocks of the tokens of a sequence, int32."""
         if self._shares_blocks:
             return np.array(start.block_ids, np.int32)
         num_blocks = -(-len(start.tokens) // self.options.history.shape[1])

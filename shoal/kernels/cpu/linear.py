@@ -96,7 +96,7 @@ def pack(
     tensors: Sequence[GGUFTensor], replaced: CpuWeight | TorchWeight | None = None
 ) -> CpuWeight | TorchWeight:
     """Makes one weight of all the tensors' rows, in order. If one tensor needs 8 bits, all get them. The
-    memory of the weight `replaced` is used again if it fits, so that a new checkpoint lies at the addresses
+    memory of the weight `replaced` is used again if it fits, so that a new checkpoint has the addresses
     of the old one."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
@@ -124,7 +124,7 @@ def pack(
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
-    """Returns zeroed bytes. They lie on huge pages where the system has them, because a large matrix is read
+    """Returns zeroed bytes. They are on huge pages where the system has them, because a large matrix is read
     faster so."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

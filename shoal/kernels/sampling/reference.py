@@ -40,7 +40,7 @@ def sample(
     out_tokens_S: torch.Tensor,
 ) -> None:
     """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its state
-    row. Writes it into out_tokens_S and into the row, whose position goes on by one. positions_S are the
+    row. Writes it into out_tokens_S and into the row, whose position advances by one. positions_S are the
     positions of the tokens that these logits follow.
 
     A draw depends on logits, fields and position alone, and not on the batch. It is the argmax of logits /

@@ -79,7 +79,7 @@ class TensorView(LayerView):
             tensor.fill_(value)
 
     def copy_to(self, dst: TensorView) -> None:
-        """Copies all items, and returns when that is done. Both views may lie in the same memory. Raises
+        """Copies all items, and returns when that is done. Both views may be of the same memory. Raises
         ViewError for another shape or dtype."""
         self._check_like(dst)
         with self._opened(False) as source, dst._opened(True) as target:
@@ -159,7 +159,7 @@ class TensorView(LayerView):
             self.storage.write(self.offset, span)
 
     def _meets(self, other: TensorView) -> bool:
-        """Says if the two views span a common address. Two storages may lie over the same memory."""
+        """Says if the two views span a common address. Two storages may cover the same memory."""
         start, other_start = self.storage.address + self.offset, other.storage.address + other.offset
         return start < other_start + other.span and other_start < start + self.span
 

@@ -402,7 +402,7 @@ class DiskTier:
             first = self._problems[kind] == 1
         if first:
             logger.warning(
-                "%s: the disk tier goes on without a block: %s (%s); more of this kind are only counted",
+                "%s: the disk tier continues without a block: %s (%s); more of this kind are only counted",
                 self.path,
                 kind,
                 what.hex() if isinstance(what, bytes) else what,

@@ -305,7 +305,7 @@ class StoreTier:
             first = self._problems[kind] == 1
         if first:
             logger.warning(
-                "%s: the store tier goes on without a block: %s (%s); more of this kind are only counted",
+                "%s: the store tier continues without a block: %s (%s); more of this kind are only counted",
                 self.url,
                 kind,
                 what,

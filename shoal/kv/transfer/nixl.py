@@ -107,7 +107,7 @@ class NixlPull:
         return True
 
     def cancel(self) -> None:
-        """Waits for the end of the read, because UCX goes on writing after NIXL has released it. If the
+        """Waits for the end of the read, because UCX still writes after NIXL has released it. If the
         owner takes longer than CANCEL_S, ends the agent."""
         until = time.monotonic() + CANCEL_S
         try:

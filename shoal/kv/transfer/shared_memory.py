@@ -1,6 +1,6 @@
 """KV blocks between processes of one host, by shared memory: the reader maps the owner's cache and copies.
 
-The cache lies in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
+The cache is in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
 nothing is left behind however its owner ends. A reader opens it through /proc/<pid>/fd, which the kernel
 allows to processes of the same user, and maps it read-only. A random key after the blocks proves that it
 is the right export, and not another process's memory under the same number."""

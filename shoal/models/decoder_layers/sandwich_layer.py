@@ -1,4 +1,4 @@
-"""SandwichLayer: the decoder layer of Gemma 2 and 3. Norms stand before and after attention and MLP."""
+"""SandwichLayer: the decoder layer of Gemma 2 and 3. There are norms before and after attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms stand after attention and MLP, before the sum with the residual, and q and k are normed over
+"""OLMo 2: norms follow attention and MLP, before the sum with the residual, and q and k are normed over
 all their heads together (Olmo2Layer)."""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ model, their target.
 
 A head has decoder layers, with a cache of their own among the target's. Its slot S, at position S, takes the
 embedding of token S + 1 and the target's hidden state of token S, and predicts token S + 2. From then on it
-goes on alone: slot S + 1 takes what it predicted, and its own output.
+continues alone: slot S + 1 takes what it predicted, and its own output.
 
 T tokens · S sequences · X numbers of the target's hidden states that a head reads of a token · D its hidden
 size · V the target's vocabulary.

@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets in three of four layers; attention with a gate, whose matrix lies with q's;
-mixtures of experts with a gated shared expert."""
+"""Qwen3-Next: gated delta nets in three of four layers; attention with a gate, whose matrix is part of
+q's; mixtures of experts with a gated shared expert."""
 
 from __future__ import annotations
 

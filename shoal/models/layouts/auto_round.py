@@ -1,5 +1,5 @@
-"""AutoRound (Intel) as its own tool stores it: matrices lie as GPTQ's or AWQ's do, and the config says which,
-with a list of the matrices that differ from the others."""
+"""AutoRound (Intel) as its own tool stores it: matrices are stored as by GPTQ or AWQ, and the config says
+which, with a list of the matrices that differ from the others."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class Layout:
     # The tensors of such a matrix, by suffix.
     tensors: Callable[[int, int, Quantization], dict[str, Stored]]
     join: Callable[[Mapping[str, torch.Tensor], Quantization], QuantizedTensor]
-    # From the matrix's [outs, inputs] to one of zeros on a device. None: its numbers decide how a matrix lies
-    # in an engine's memory, so one of zeros would not lie there alike.
+    # From the matrix's [outs, inputs] to one of zeros on a device. None: its numbers decide how a matrix is
+    # stored in an engine's memory, so one of zeros would be stored in another way.
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
     experts_only: bool = False  # all other matrices are plain
     is_fp8: bool = False  # GPUs before Ada have no matmuls of it

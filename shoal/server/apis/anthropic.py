@@ -276,7 +276,7 @@ class MessageWriter:
         return events + _event("message_delta", delta=delta, usage=message.usage) + _event("message_stop")
 
     def _opened_by(self, part: Part) -> Block | None:
-        """The new block that `part` begins. None if it goes on with the open one."""
+        """The new block that `part` begins. None if it continues the open one."""
         open_block = self.message.content[-1] if self.message.content else None
         if isinstance(part, CallDelta):
             return None if part.name is None else ToolUseBlock(part.id or "", part.name, {})
@@ -396,7 +396,7 @@ async def _prompt(
     if thinks and model.loaded.reasoning_parser == "none":
         exchange.warn("thinking", f"the model {model.name} does not think aloud: `thinking` is ignored")
     effort = request.output_config.effort if request.output_config is not None and thinks else None
-    # The model goes on with an answer that the caller has begun.
+    # The model continues an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
         messages,

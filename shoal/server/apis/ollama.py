@@ -333,7 +333,7 @@ async def _chat_prompt(
         thinking = thinking_of(think, plan)
     elif think is not None and plan.thinks:
         thinking = Thinking(is_on=think)
-    # The model goes on with an answer that the caller has begun.
+    # The model continues an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
         messages, tools=plan.tools, continue_final_message=begun, thinking=thinking

@@ -344,7 +344,7 @@ class ResponseWriter:
         return self._whole("response.failed")
 
     def _opened_by(self, part: Part) -> Item | None:
-        """The new item that `part` begins. None if it goes on with the open one."""
+        """The new item that `part` begins. None if it continues the open one."""
         open_item = self.response.output[-1] if self.response.output else None
         if isinstance(part, CallDelta):
             if part.name is None:
@@ -471,7 +471,7 @@ def _own_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, 
 
 
 def _earlier_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the conversation that the request goes on with. Raises ApiError if it is not kept."""
+    """Returns the conversation that the request continues. Raises ApiError if it is not kept."""
     name = request.previous_response_id
     if name is None:
         return []
@@ -687,7 +687,7 @@ def _namespaced(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in the chat API's shape, in which the fields of a function lie one level deeper."""
+    """A tool in the chat API's shape, in which the fields of a function are one level deeper."""
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
 
 

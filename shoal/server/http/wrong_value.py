@@ -63,7 +63,7 @@ def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _at(value: Any, path: str) -> Any:
-    """Returns what lies at `path`. None if there is nothing."""
+    """Returns the value at `path`. None if there is nothing."""
     for name, index in STEP.findall(path):
         try:
             value = value[int(index)] if index else value[name]

@@ -260,5 +260,5 @@ def test_layers_that_make_no_cache():
 def test_layers_of_one_cache_lie_in_one_kind_of_storage(tmp_path):
     storages = (host_memory(1 << 16), mapped_file(tmp_path / "m", 1 << 16))
     layers = [TensorView(storage, SPEC.layer_shape, torch.float16) for storage in storages]
-    with pytest.raises(LayoutError, match="lies in mapped storage"):
+    with pytest.raises(LayoutError, match="is in mapped storage"):
         BlockView(SPEC, layers)

@@ -108,8 +108,8 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
     ("text", "wrong"),
     [
         ("model = ", "cannot be read"),
-        ("model = smollm2", 'line 1, column 9); text stands in quotes: model = "smollm2"'),
-        ("[plane]\nurl = tcp://h:1  # ours", 'line 2, column 7); text stands in quotes: url = "tcp://h:1"'),
+        ("model = smollm2", 'line 1, column 9); text must be in quotes: model = "smollm2"'),
+        ("[plane]\nurl = tcp://h:1  # ours", 'line 2, column 7); text must be in quotes: url = "tcp://h:1"'),
         ("port = 1\nport = 2\n", "line 2, column 9); the line is: port = 2"),
         ("[router\n", "the line is: [router"),
         (
