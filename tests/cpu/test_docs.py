@@ -1,6 +1,7 @@
-"""The pages hold together: every relative link leads to a file and to a heading that exist, and every path of
-this repository that a page or a source names is there."""
+"""The pages hold together: every relative link leads to a file and to a heading that exist, every command and
+option is one of Shoal's, and every path of this repository that a page or a source names is there."""
 
+import argparse
 import functools
 import itertools
 import re
@@ -74,6 +75,34 @@ def test_every_command_line_of_a_page_can_be_read(capsys):
                 parser.parse_args(words)
             except SystemExit as end:
                 wrong += [f"{name(page)}: shoal {line}: {capsys.readouterr().err}"] if end.code else []
+    assert not wrong
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns the options of a command and of the commands below it."""
+    found = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found |= flags(command)
+    return found
+
+
+# options of llama.cpp's programs and of benchmarks/gpu.py, and forms of options
+OTHERS = {"--fuse-gate-up-exps", "--fuse-qkv", "--interrupt_requests", "--mtp", "--no-mtp"}
+OTHERS |= {"--options", "--no-", "--option"}
+
+
+def test_every_option_that_a_page_names_exists():
+    known = flags(build_parser()) | OTHERS
+    known |= set(re.findall(r"--[\w-]+", (ROOT / "docs/vllm-options.md").read_text()))
+    wrong = []
+    for page in PAGES:
+        if page.parent.name in ("decisions", "results", "howto"):  # records, and options still to be written
+            continue
+        named = re.findall(r"`(--[a-z][\w-]*)", FENCED.sub("", page.read_text()))
+        wrong += [f"{name(page)}: {option}" for option in named if option not in known]
     assert not wrong
 
 
