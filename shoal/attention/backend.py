@@ -23,7 +23,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # what q k^T is multiplied by
+    scale: float  # the factor of q k^T
     softcap: float | None = None  # scores become softcap * tanh(score / softcap) before the mask
 
 

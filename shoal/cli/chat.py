@@ -340,7 +340,7 @@ class Chat:
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.system = messages.pop(0)["content"] if has_system else None
         self.turns, self.settings = messages, settings
-        self.saved = None if left_out else path  # what was left out is not lost by a /save
+        self.saved = None if left_out else path  # a /save must not lose fields that were left out
 
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {

@@ -226,7 +226,7 @@ class EngineCore:
         peers = self.peers
         if peers is None or self.paused is not None:
             return None
-        self.loop.drain()  # what a step in flight computes is findable already, and is not there yet
+        self.loop.drain()  # blocks of a step in flight are findable already, and not computed yet
         return peers.lend(token_ids, root_key(adapter, cache_salt))
 
     def take_back_kv(self, ticket: bytes) -> None:

@@ -30,7 +30,7 @@ def has_large_shared_memory() -> bool:
     return _INTERPRETED or _is_hopper_or_newer(triton.runtime.driver.active.get_current_device())
 
 
-_INTERPRETED = triton.knobs.runtime.interpret  # what `triton.jit` sees in this process
+_INTERPRETED = triton.knobs.runtime.interpret  # the value that `triton.jit` sees in this process
 
 
 @functools.cache

@@ -42,7 +42,7 @@ class CopyStream:
         copying = CopyStream("cuda")
         copy = copying.stage(block_map, src_ids, dst_ids)
         copy.trigger_layer(0, after=computed)                  # while layer 1 is computed
-        copy.trigger_all_layers()                              # what is left
+        copy.trigger_all_layers()                              # the layers that are left
         copy.wait_layer(0, compute)                            # an event, not a synchronization
     """
 
@@ -162,7 +162,7 @@ def copy_blocks(
     BlockCopyError.
     """
     srcs, dsts = as_shards(srcs), as_shards(dsts)
-    shared_heads([view.spec for view in srcs], [view.spec for view in dsts])  # what can't be is refused first
+    shared_heads([view.spec for view in srcs], [view.spec for view in dsts])  # refuses other pairs first
     if not reachable(srcs, dsts):
         is_one_cache = check_memory(srcs, dsts)
         from_ids, to_ids = check_ids(src_ids, srcs, dst_ids, dsts)

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.q_norm = build_head_norm(config, kind, ops)
         self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
         self.sinks = HeadNumbers(kind.num_heads, tp) if kind.sinks else None
-        # what attend_new_tokens takes: norms of q and k, a rotation and a window, and nothing else
+        # attend_new_tokens takes norms of q and k, a rotation and a window, and nothing else
         additions = kind.softcap, kind.sinks, kind.qk_rms, kind.v_norm, kind.query_scaling, kind.in_chunks
         self.is_plain = not any(additions) and kind.kv_layer is None and not kind.v_is_k
 

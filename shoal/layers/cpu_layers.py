@@ -55,7 +55,7 @@ class CpuLayers:
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
         self._activation = cpu_build.ACTIVATIONS[activation]
-        self._described: tuple[object, ...] = (None, None, None)  # what the structs were filled in from
+        self._described: tuple[object, ...] = (None, None, None)  # the structs were filled in from these
         self._structs: ctypes.Array[cpu_build.Layer] = (cpu_build.Layer * 0)()
         first = layers[0]
         self._scratch_floats = (

@@ -67,7 +67,7 @@ class Architecture:
     for those that differ from the modules'."""
 
     name: str  # `transformers`' model_type, and ModelConfig.architecture
-    hf_class: str  # what "architectures" of config.json says: "Qwen3ForCausalLM"
+    hf_class: str  # the class in "architectures" of config.json: "Qwen3ForCausalLM"
     # What `transformers`' config class fills in. num_key_value_heads None: as many as there are heads. Only
     # architectures with a partial_rotary_factor here may rotate a part of each head.
     defaults: Mapping[str, Any]

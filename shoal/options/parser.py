@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.words: dict[argparse.Action, tuple[str, ...]] = {}  # the words that an option accepts
         self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
-        self.more_words = ""  # what to do with more words than there are arguments
+        self.more_words = ""  # advice for more words than there are arguments
         self.removed: dict[str, str] = {}  # why an option of earlier releases was removed
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 

@@ -38,7 +38,7 @@ from shoal.weights.update import check_tensor, difference, fingerprint, packing_
 
 logger = logging.getLogger(__name__)
 
-Outcomes = tuple[list[None], list[Exception]]  # what Ranks.each returns for a command without a result
+Outcomes = tuple[list[None], list[Exception]]  # the result of Ranks.each for a command without one
 
 
 class Weights:

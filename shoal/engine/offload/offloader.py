@@ -189,7 +189,7 @@ class Offloader:
         for place in (Place(group, number) for number in range(start, end)):
             key = key_of(place, groups, seq.keys, size)
             if key not in self._metas:
-                # what was fetched by way of the host tier is known there
+                # blocks fetched by way of the host tier are known there
                 self._metas[key] = self.host.meta(key) or meta_of(seq, place, groups, size)
             self._behind.discard(key)
             if self._uses is not None:

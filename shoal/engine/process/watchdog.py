@@ -7,7 +7,7 @@ from shoal.wire import BEAT_S, QUICK_COMMANDS, Beat
 
 CPU_PATIENCE = 10.0  # factor on the patience with a step that computes on the CPU
 BUSY_SHARE = 0.1  # share of a processor core above which a process computes
-MUST_END = {"step", *QUICK_COMMANDS}  # what a core that works completes soon
+MUST_END = {"step", *QUICK_COMMANDS}  # a core that works completes these soon
 MOST_TICK_S = 1.0  # a longer time without a tick means that the watcher stood still, not the watched
 
 

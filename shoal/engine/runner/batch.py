@@ -64,7 +64,7 @@ class BatchBuilder:
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size = layout, block_size
         self.prefixes = None if share_from is None else DecodePrefixes(layout, block_size, share_from)
-        self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
+        self.active = np.full(layout.num_rows, -1, np.int32)  # the device's numbers at active_address
         # The sequence whose fields each row holds, and at which of its admissions they were sent.
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]

@@ -108,7 +108,7 @@ class DecodePrefixes:
         self.num_groups = 0  # in the last step
         # rows of the last step's decodes; -1 where a row has a new owner
         self._rows = np.zeros(0, np.int32)
-        self.sent = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
+        self.sent = np.zeros(layout.prefix_size, np.int32)  # the device's numbers at prefix_address
 
     def place(self, row: int, block_ids: list[int]) -> None:
         """A sequence with these blocks gets the row."""

@@ -145,7 +145,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self.finished_outside: list[Sequence] = []  # what take_finished_outside returns next
+        self.finished_outside: list[Sequence] = []  # the next result of take_finished_outside
         # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
         self._block_size = block_size

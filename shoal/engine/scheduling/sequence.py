@@ -55,7 +55,7 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)
     room: int = 0  # the tokens for which all tables have blocks
     keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of token_ids, made when needed
-    root: bytes = field(init=False)  # what the first key is derived from: adapter and salt
+    root: bytes = field(init=False)  # the first key is derived from it: adapter and salt
     register_at: int = 0  # number of computed and seen tokens at which its next block becomes findable
     stop_ids: frozenset[int] = field(init=False)  # the request's
     lockstep: bool = field(init=False)  # the next token may be sampled only when the host has seen the last

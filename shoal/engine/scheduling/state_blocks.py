@@ -250,7 +250,7 @@ class StateBlocks(GroupedBlocks):
 
     def _allocate(self, num_blocks: int, shared: abc.Sequence[int] = ()) -> list[int] | None:
         if num_blocks:
-            self.pool.hold(shared)  # what is found must not be evicted to make room
+            self.pool.hold(shared)  # found blocks must not be evicted to make room
             self.snapshots.make_room(num_blocks)
             self.pool.release(shared)
         return super()._allocate(num_blocks, shared)

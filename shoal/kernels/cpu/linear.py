@@ -34,7 +34,7 @@ class CpuWeight:
 
     header: Packed
     address: int  # the header's address
-    data: torch.Tensor  # what the header points to
+    data: torch.Tensor  # the memory that the header points to
     library: ctypes.CDLL
 
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

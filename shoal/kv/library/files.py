@@ -66,7 +66,7 @@ class DirectFile(Storage):
                 high = min(-(-end // ALIGNMENT) * ALIGNMENT, low + BOUNCE_BYTES)
                 start, stop = max(offset, low), min(end, high)
                 page, part = self._bounce[: high - low], data[start - offset : stop - offset]
-                if not write or (start, stop) != (low, high):  # what stands beside the part is written back
+                if not write or (start, stop) != (low, high):  # the rest of these pages is written back
                     self._transfer(os.preadv, page, low)
                 if write:
                     page[start - low : stop - low] = part

@@ -58,7 +58,7 @@ class ExportAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The location of one rank's readable cache, and the transport that reads it."""
 
     transport: Annotated[str, Meta(max_length=32)]
-    # what a block is for each group of layers (kv/groups.py); all of them are in the same memory
+    # the blocks of each group of layers (kv/groups.py); all of them are in the same memory
     specs: Annotated[tuple[CacheSpec, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     memory: Annotated[bytes, Meta(max_length=64 << 10)]  # the transport's own address of the memory
 

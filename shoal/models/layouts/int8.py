@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from shoal.kernels.quant.gguf_tensor import GGUFTensor
 
-ZERO = 128  # what stands for 0 in bytes without a sign
+ZERO = 128  # the byte without a sign that means 0
 GROUP = 32  # inputs of a group in Q8_0
 
 

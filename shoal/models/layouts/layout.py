@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
-HALVES = ("F16", "BF16", "F32")  # what scales come in
+HALVES = ("F16", "BF16", "F32")  # the types of scales
 
 
 class Stored(NamedTuple):

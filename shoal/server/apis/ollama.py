@@ -126,7 +126,7 @@ class OllamaMessage(Struct, kw_only=True):
     thinking: str | None = None
     images: list[str] | None = None  # models here read text: refused of a user, else left out
     tool_calls: list[OllamaToolCall] | None = None
-    tool_name: str | None = None  # whose result this is
+    tool_name: str | None = None  # the tool that gave the result
     tool_call_id: str | None = None
 
 

@@ -81,7 +81,7 @@ def _inlined(tag: re.Match[str]) -> str:
     script, style = tag.groups()
     if script:
         return f"<script>{_read(script)}</script>"
-    folder = style[: style.rfind("/") + 1]  # what its addresses are relative to
+    folder = style[: style.rfind("/") + 1]  # its addresses are relative to this folder
     return f"<style>{_read(style).replace('url(', 'url(' + folder)}</style>"
 
 

@@ -38,7 +38,7 @@ class ChatFormat:
     thoughts: Thoughts | None = None  # None: the chat template has the marks around reasoning
     json_call: JsonCall | None = None
     syntaxes: tuple[CallSyntax, ...] = ()
-    bare: BareCalls | None = None  # what `bare_calls` reads
+    bare: BareCalls | None = None  # the calls that `bare_calls` reads
 
     def is_of(self, template: str) -> bool:
         """Returns True for a chat template with all texts of one of `signs`."""
