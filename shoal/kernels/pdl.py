@@ -89,8 +89,8 @@ def pdl_options() -> dict[str, bool]:
     return _OFF if _INTERPRETED else _options(triton.runtime.driver.active.get_current_device())
 
 
-# What `triton.jit` has seen, as it decides when this file is imported. To look again takes longer than the
-# rest of `pdl_options`.
+# The value that `triton.jit` has seen, as it decides when this file is imported. To look again takes longer
+# than the rest of `pdl_options`.
 _INTERPRETED = triton.knobs.runtime.interpret
 _OFF = {"PDL": False, "launch_pdl": False}
 

@@ -68,7 +68,7 @@ class BlockPool:
         self.num_taken = 0  # free blocks that were taken so far, found ones included
         self.num_freed = 0  # how often a block with a key was released: the clock of their ages
 
-    # What is there
+    # Look-up
 
     def find(self, key: bytes) -> int | None:
         """The findable block with this content. Takes no reference."""

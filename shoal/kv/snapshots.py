@@ -58,7 +58,7 @@ class Snapshots:
         self.listeners: list[SnapshotListener] = []
         pool.listeners.append(self)
 
-    # What is there
+    # Look-up
 
     def find(self, key: bytes) -> StateSnapshot | None:
         return self._found.get(key)

@@ -12,7 +12,7 @@ from shoal.kernels.layer_cache import LayerCache, LayerMemory, LayerState
 
 M = TypeVar("M", bound=LayerMemory)
 
-# What is left to add to the residual (None: nothing), and the residual
+# A sum that is still to be added to the residual (None: nothing), and the residual
 Stream = tuple[torch.Tensor | None, torch.Tensor]
 
 

@@ -68,8 +68,8 @@ class Architecture:
 
     name: str  # `transformers`' model_type, and ModelConfig.architecture
     hf_class: str  # the class in "architectures" of config.json: "Qwen3ForCausalLM"
-    # What `transformers`' config class fills in. num_key_value_heads None: as many as there are heads. Only
-    # architectures with a partial_rotary_factor here may rotate a part of each head.
+    # The values that `transformers`' config class fills in. num_key_value_heads None: as many as there are
+    # heads. Only architectures with a partial_rotary_factor here may rotate a part of each head.
     defaults: Mapping[str, Any]
     # from what all architectures share, and a config's fields, to the whole ModelConfig
     read: Callable[[ModelConfig, ConfigFields], ModelConfig] = keep

@@ -140,7 +140,7 @@ class KvReader:
                 self._silent_until[server] = self._clock() + SILENT_S
             raise
 
-    # What the scheduler asks
+    # Questions of the scheduler
 
     def lookup(self, keys: abc.Sequence[bytes], start: int, num_tokens: int | None = None) -> int:
         num_blocks = len(self._find(keys[start:])[1])

@@ -33,7 +33,7 @@ class DecodeKey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     graph: torch.cuda.CUDAGraph
-    # What the captured launch returned. Every replay of a graph of the pool overwrites it, because the memory
+    # The result of the captured launch. Every replay of a graph of the pool overwrites it, because the memory
     # is not kept for it: logits of a thousand rows take hundreds of megabytes, in each of dozens of graphs.
     outputs: tuple[torch.Tensor, ...]
 

@@ -68,7 +68,7 @@ class GroupedBlocks(SequenceBlocks):
             return False
         num_cached, num_held = self._measure(seq)
         num_taken = sum(self._needed(seq, num_cached, num_cached)) - num_held
-        # What lies before the windows takes no blocks.
+        # Tokens before the windows take no blocks.
         num_taken -= sum(group.first_block(num_cached) for group in self.groups)
         return num_taken > num_free and not self.is_coming(seq, num_cached // self.block_size)
 

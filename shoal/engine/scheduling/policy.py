@@ -25,7 +25,7 @@ TOKENS_A_DECODE = 2
 NEAR = 0.75
 
 
-# Who runs first
+# Order
 
 
 def first_come_first_served(request: Request, order: int) -> Turn:
@@ -45,7 +45,7 @@ POLICIES: dict[str, Callable[[Request, int], Turn]] = {
 }
 
 
-# Who is preempted
+# Preemption
 
 
 def victim(candidates: abc.Sequence[Sequence]) -> int:

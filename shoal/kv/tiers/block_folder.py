@@ -147,7 +147,7 @@ class BlockFolder:
         finally:
             os.close(fd)
 
-    # What is there
+    # Look-up
 
     def blocks(self) -> Iterator[tuple[str, bytes | None, os.stat_result]]:
         """Yields this rank's files with the key in their name (None: not a block's name) and their status.

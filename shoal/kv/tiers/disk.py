@@ -100,7 +100,7 @@ class DiskTier:
                 f"kv_disk_path {path} can't be used: {error}; name a folder that can be created and written"
             ) from None
 
-    # What is there
+    # Look-up
 
     def contains(self, key: bytes) -> bool:
         return key in self._bytes

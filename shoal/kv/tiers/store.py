@@ -102,7 +102,7 @@ class StoreTier:
         self._clock.start()
         self._probe()
 
-    # What is there
+    # Look-up
 
     def contains(self, key: bytes) -> bool:
         """Says if the block is there, as far as known. No I/O."""
@@ -279,7 +279,7 @@ class StoreTier:
             if call.answer(call.no):
                 self._failed("timeout", None)
 
-    # What is known
+    # Known keys
 
     def _remember(self, keys: Iterable[bytes], there: bool) -> None:
         until = time.monotonic() + (PRESENT_S if there else ABSENT_S)

@@ -38,7 +38,7 @@ INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
 NVFP4, INT8, MXFP8 = "nvfp4-pack-quantized", "int-quantized", "mxfp8-quantized"
 NAIVE = "naive-quantized"  # float-quantized, as the format's first tools wrote fp8
 FORMATS, MIXED = (INT4, FP8, NAIVE, MXFP4, NVFP4, INT8, MXFP8), "mixed-precision"
-# What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
+# Words of config.json for act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 

@@ -67,7 +67,7 @@ NANOSECONDS = 1_000_000_000
 NEVER = "2100-01-01T00:00:00Z"  # models stay
 
 
-# What clients send
+# Requests
 
 
 class OllamaOptions(Struct, kw_only=True):
@@ -167,7 +167,7 @@ class OllamaEmbeddingsRequest(Struct, kw_only=True):
     keep_alive: float | str | None = None
 
 
-# What they get
+# Answers
 
 
 class OllamaError(Struct):

@@ -91,7 +91,7 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     store: bool | None = None  # None: true, as in OpenAI's API
     previous_response_id: str | None = None
-    # What needs more storage is refused.
+    # Requests that need more storage are refused.
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     prompt: dict[str, Any] | None = None
