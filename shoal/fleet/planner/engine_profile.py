@@ -178,7 +178,7 @@ def _check(data: ProfileData) -> None:
             raise ConfigError(
                 f"{point} contradicts itself: at this usage a cache of {data.max_kv_tokens} tokens "
                 f"(max_kv_tokens) has {running:.1f} requests, which with one token each {point.itl_s:g} s "
-                f"generate {running / point.itl_s:.1f} tokens/s"
+                f"generate {running / point.itl_s:.1f} tokens/s; measure again"
             )
     _check_order("input_length", [(point.input_length, point.ttft_s) for point in data.prefill], "ttft_s")
     for context, points in itertools.groupby(

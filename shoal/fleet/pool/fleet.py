@@ -435,7 +435,10 @@ class Fleet:
         token_ids = body.get("token_ids")
         if token_ids is None:
             if found.tokens is None:
-                raise RequestError("token_ids are missing", field="token_ids")
+                raise RequestError(
+                    "token_ids must be given, as this router does not tokenize for the model",
+                    field="token_ids",
+                )
             token_ids = await found.tokens.tokens_of(body)
         request = RoutingRequest(
             "",

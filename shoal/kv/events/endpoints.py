@@ -55,8 +55,8 @@ class Keys:
             ) from None
         if not listeners:
             raise ConfigError(
-                f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} holds no *.key "
-                "file, so nobody could listen"
+                f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} must hold the "
+                "*.key file of each listener, got a folder without any"
             )
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()

@@ -548,7 +548,7 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
     if form == "json":
         return StructuredOutputsParams(json_object=True)
     if isinstance(form, str):
-        raise RequestError(f'format {form!r:.40} is neither "json" nor a JSON schema', field="format")
+        raise RequestError(f'format must be "json" or a JSON schema, got {form!r:.40}', field="format")
     return StructuredOutputsParams(json=form)
 
 

@@ -750,9 +750,12 @@ def _refuse(request: ResponsesRequest) -> None:
             "background must be false, as nothing runs in the background here", field="background"
         )
     if request.max_tokens is not None:
-        raise RequestError("max_tokens is called max_output_tokens here", field="max_tokens")
+        raise RequestError(
+            f"max_tokens must be left out, got {request.max_tokens}; give max_output_tokens",
+            field="max_tokens",
+        )
     if request.n not in (None, 1):
-        raise RequestError(f"n {request.n} is not 1: a response has one answer", field="n")
+        raise RequestError(f"n must be 1 for a response, got {request.n}; send several requests", field="n")
 
 
 def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> SamplingParams:

@@ -180,7 +180,7 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         ("/api/chat", {"model": "no such"}, 404, "'no such' does not exist"),
         ("/api/chat", {"messages": [{**USER, "images": ["aGk="]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": [{"role": 5, "content": "x"}]}, 400, "messages[0].role"),
-        ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
+        ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "got 'xml'"),
         ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "got 'a lot'"),
         ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
         (
