@@ -20,7 +20,7 @@ SLEEP_MODES = ("abort", "wait", "keep")  # for running requests
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended. Every request ends exactly once, with one of these."""
+    """The reason why a request ended. Every request ends exactly once, with one of these."""
 
     STOP = "stop"  # an end-of-text id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, max_model_len or the whole cache reached

@@ -130,7 +130,7 @@ class Processes:
         return {worker["id"]: worker for worker in json.loads(text)["workers"]} if status == 200 else {}
 
     def wait_state(self, name, *states):
-        """Until /fleet shows the worker in one of these states; None: it is not there."""
+        """Waits until /fleet shows the worker in one of these states; None: it is not there."""
 
         def reached():
             if name in self.running and states == ("ready",):

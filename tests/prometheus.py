@@ -23,7 +23,7 @@ def find(name):
 
 @functools.cache
 def _fetch():
-    """Why it is not in the cache folder; None: it is."""
+    """Returns why it is not in the cache folder; None: it is."""
     if (CACHE / "usr/bin/promtool").exists():
         return None
     try:

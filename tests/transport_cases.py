@@ -31,7 +31,7 @@ Allocate = Callable[[int], Storage]
 
 
 def why_not(name: str) -> str | None:
-    """Why a transport can't be tested on this machine."""
+    """Returns why a transport can't be tested on this machine; None: it can."""
     if MEMORY[name] == "device" and not torch.cuda.is_available():
         return f"{name} needs a GPU here"
     if name == "nixl" and importlib.util.find_spec("nixl") is None:

@@ -52,8 +52,8 @@ def run(words: Sequence[str], limit_s: float, given: str | None = None) -> Said:
 
 
 def python_failure(code: str, limit_s: float) -> str | None:
-    """Why a Python process of its own cannot run this code; None: it can. A library that crashes or hangs
-    does so there."""
+    """Returns the reason why a Python process of its own cannot run this code; None: it can. A library that
+    crashes or hangs does so there."""
     return run([sys.executable, "-c", code], limit_s).failure
 
 

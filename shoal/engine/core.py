@@ -186,12 +186,12 @@ class EngineCore:
 
     @property
     def paused(self) -> str | None:
-        """Why nothing is scheduled now: the engine sleeps, or its weights are not whole."""
+        """The reason why nothing is scheduled now: the engine sleeps, or its weights are not whole."""
         return self._paused.reason
 
     def refuse(self, reason: str | None) -> None:
-        """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes
-        on."""
+        """From now on `add` raises UnavailableError(reason); None: no longer. Requests that are there
+        already continue."""
         self.refused = reason
 
     # Steps
@@ -230,8 +230,8 @@ class EngineCore:
         return peers.lend(token_ids, root_key(adapter, cache_salt))
 
     def take_back_kv(self, ticket: bytes) -> None:
-        """Nobody will use this ticket. One that has ended changes nothing. Raises TransferError for what is
-        no ticket."""
+        """Ends a ticket that nobody will use; an ended one changes nothing. Raises TransferError for anything
+        else than a ticket."""
         peers = self.peers
         if peers is not None:
             peers.take_back(ticket, "it is no longer needed")
@@ -252,7 +252,7 @@ class EngineCore:
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine can do nothing any more, once that is so."""
+        """The reason why the engine can do nothing any more. None: it works."""
         return self.ranks.error
 
     def collective_rpc(self, name: str, *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`PauseState`: why an engine computes nothing now."""
+"""`PauseState`: the reasons why an engine computes nothing now."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shoal.stats import SleepState
 
 
 class PauseState:
-    """Why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and Weights write it;
-    the core, its step loop and parts read it."""
+    """The reasons why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and
+    Weights write it; the core, its step loop and parts read it."""
 
     def __init__(self) -> None:
         self.sleep = SleepState()  # written by Sleeper

@@ -24,7 +24,7 @@ INSTALL = "install a C compiler (apt install gcc libc6-dev, dnf install gcc, apk
 
 
 class BuildError(Exception):
-    """Why there is no library, and what mends that. Callers turn it into a warning or an error."""
+    """The reason why there is no library, and the remedy. Callers turn it into a warning or an error."""
 
 
 def build(

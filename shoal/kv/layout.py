@@ -160,7 +160,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return layer * self.block_layer_bytes * self.num_blocks
 
     def mismatch(self, other: CacheSpec) -> str | None:
-        """Why no copy makes blocks of one cache out of blocks of the other, naming each field that differs.
+        """Returns a text of the fields that keep copies from making blocks of one cache out of the other's.
         None if a copy can: layouts, numbers of blocks, padding and tensor-parallel sizes may differ."""
         names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size", "scales", "planes")
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]

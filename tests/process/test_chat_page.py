@@ -68,7 +68,7 @@ def open_page(browser, served):  # noqa: F811 - the fixture
 
 
 def reload(page, num_models=1):
-    """Until the models are there, the page takes no message."""
+    """The page takes no message until the models are there."""
     page.reload()
     expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
 

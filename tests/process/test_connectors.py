@@ -61,7 +61,7 @@ class World:
         return [name for name in names if self.router.state_of(name) == WorkerState.READY]
 
     async def until(self, *names):
-        """Until these workers are ready, and no others are."""
+        """Waits until these workers are ready, and no others are."""
         deadline = time.monotonic() + DEADLINE_S
         while self.ready() != sorted(names):
             assert time.monotonic() < deadline, (self.ready(), names)

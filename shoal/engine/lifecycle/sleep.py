@@ -186,8 +186,8 @@ class Sleeper:
 
     @contextmanager
     def _knowing(self, level: int, kept: str) -> Iterator[None]:
-        """If an interrupt ends what runs in here, the state becomes what the memory says. `level`: the one
-        that is wanted, 0 for a wake-up. `kept`: where sleeping weights would be kept."""
+        """Reads the state from the memory if an interrupt ends a call inside. `level`: the wanted one, 0 for
+        a wake-up. `kept`: where sleeping weights would be kept."""
         try:
             yield
         except Exception:  # The failed call has changed nothing, or has undone its changes.

@@ -203,7 +203,8 @@ class Ranks:
         return cause
 
     def _cause(self, error: Exception) -> Exception:
-        """Why a rank ended, if one has: its end may have caused `error`. Otherwise `error` itself."""
+        """Returns the reason why a rank ended, if one has: its end may have caused `error`. Otherwise `error`
+        itself."""
         try:
             if self._group is not None:
                 self._group.check(wait_s=NEWS_WAIT_S)

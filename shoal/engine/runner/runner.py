@@ -159,7 +159,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> RankKv:
-        """Only between `open_kv` and `close_kv`."""
+        """The KV cache of this rank, between `open_kv` and `close_kv`."""
         assert self._kv is not None
         return self._kv
 
@@ -172,7 +172,7 @@ class ModelRunner:
 
     @property
     def peers(self) -> RankPeers:
-        """Only after `open_peers`."""
+        """The copies from other workers, after `open_peers`."""
         assert self._peers is not None
         return self._peers
 

@@ -39,7 +39,7 @@ class Parking(Connector):
         fleet.parked_ids = self._asleep
 
     async def start(self) -> None:
-        """Also restores the parked workers of a killed fleet."""
+        """Starts, and restores the parked workers of a killed fleet."""
         await self._inner.start()
         self._parked = {worker_id: (model, role) for worker_id, model, role in self._inner.parked()}
 

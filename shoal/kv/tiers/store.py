@@ -228,7 +228,7 @@ class StoreTier:
                 self._counts["read"] += 1
 
     def _is_there(self, key: bytes) -> bool:
-        """Not fsspec's `exists`, which says no to every error."""
+        """Returns whether the store has the block. fsspec's `exists` would say no to every error."""
         try:
             self._fs.info(self._path(key))
         except FileNotFoundError:

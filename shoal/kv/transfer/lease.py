@@ -53,7 +53,7 @@ class Watch(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Not answered."""
+    """Has no answer."""
 
 
 class Verify(Message, frozen=True):

@@ -644,7 +644,7 @@ class Slow:
         raise TransferError(Failure.CANCELLED, "the test cancelled it")
 
     def wait_for(self, core):
-        """Until a read has begun."""
+        """Waits until a read has begun."""
         until = time.monotonic() + DEADLINE_S
         while not self.num_begun:
             core.step()

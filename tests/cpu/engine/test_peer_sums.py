@@ -1,4 +1,4 @@
-"""If sums over peer memory are impossible, all ranks use the process group, and rank 0 logs why. (Gloo, in
+"""All ranks use the process group where sums over peer memory are impossible, and rank 0 logs why. (Gloo, in
 threads of one process.)"""
 
 import pytest

@@ -421,7 +421,7 @@ def test_what_is_to_be_published_goes_before_answers(publish):
     busy, queued = threading.Event(), threading.Event()
 
     def work():
-        """Until it has been asked, and has something to publish."""
+        """Waits until it has been asked, and has something to publish."""
         busy.set()
         events._replay.router.poll(10_000)
         queued.wait(10)

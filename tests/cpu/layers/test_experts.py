@@ -223,7 +223,7 @@ def shards(make: Make, size: int) -> tuple[Tensors, list[Experts]]:
     [("fp8 by output", 2), ("fp8 by 32", 3), ("int4 by 16, zeros", 2), ("mxfp4", 3), ("mxfp4", 2)],
 )
 def test_the_ranks_parts_sum_up(kind: str, size: int) -> None:
-    """If a rank's inputs of down begin within a group (48 of mxfp4's 32), down is unpacked."""
+    """Down is unpacked if a rank's inputs of it begin within a group (48 of mxfp4's 32)."""
     seed()
     tensors, ranks = shards((FP8 | TILED)[kind], size)
     assert all(isinstance(matrices(e)[0].format, PackedWeight) for e in ranks)
