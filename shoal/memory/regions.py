@@ -87,8 +87,8 @@ class Regions:
     def region(
         self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """While this context lasts, tensors that this thread makes on the device that is current at entry lie
-        in the region. The innermost region counts.
+        """Puts tensors into the region: those that this thread makes inside of this context on the device
+        that is current at entry. The innermost region counts.
 
         `offload` says what a pause does with their content: True keeps it in host memory, False drops it, and
         "file" drops it and lets `reread` bring it back at resume. None: nothing changes. The content of a new
@@ -130,8 +130,8 @@ class Regions:
                 region.entered -= 1
 
     def graph_pool(self, tag: str) -> tuple[int, int]:
-        """Returns the pool's id for torch.cuda.graph(graph, pool=...). What the graph allocates then lies in
-        the region, too."""
+        """Returns the pool's id for torch.cuda.graph(graph, pool=...). The graph's memory is then in the
+        region, too."""
         with self._lock:
             return self._pools.pool_id(self._find(tag, self._pools.current_device()).pool)
 
@@ -376,16 +376,20 @@ def default() -> Regions:
 def region(
     tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None
 ) -> contextlib.AbstractContextManager[None]:
+    """Regions.region of the default set: puts tensors that are made inside into the region `tag`."""
     return default().region(tag, offload, reread)
 
 
 def pause(tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
+    """Regions.pause of the default set: gives back the memory of regions."""
     return default().pause(tags, keep)
 
 
 def resume(tags: Sequence[str] | None = None) -> MemoryReport:
+    """Regions.resume of the default set: takes the memory of regions again."""
     return default().resume(tags)
 
 
 def usage() -> dict[str, dict[str, int]]:
+    """Regions.usage of the default set: the bytes of each tag."""
     return default().usage()
