@@ -89,13 +89,13 @@ class StagedCopy:
         if not self._triggered[layer]:
             self._start(layer, [layer], after)
 
-    def trigger_all_layers(self, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+    def trigger_all_layers(self) -> torch.cuda.Event | None:
         """Sets off the layers that have not been triggered, as one copy if none has. Returns the event of the
         end of all layers; None on the CPU, where the copy is done."""
         if not any(self._triggered):
-            self._start(-1, range(self._map.num_layers), after)
+            self._start(-1, range(self._map.num_layers))
         for layer in range(self._map.num_layers):
-            self.trigger_layer(layer, after)
+            self.trigger_layer(layer)
         return self._last_event
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -114,7 +114,7 @@ class StagedCopy:
         self._check(layer)
         return self._events[layer]
 
-    def _start(self, which: int, layers: Iterable[int], after: torch.cuda.Event | None) -> None:
+    def _start(self, which: int, layers: Iterable[int], after: torch.cuda.Event | None = None) -> None:
         """`which`: the index into the map's pieces."""
         event = None
         if self._stream is None:

@@ -231,16 +231,13 @@ class Regions:
         with self._lock:
             return {region.tag for region in self._regions.values() if self._is_paused(region)}
 
-    def prepare_host(self, num_bytes: int | None = None, *, wait: bool = False) -> None:
-        """Has `num_bytes` of host memory pinned in the background, so that no pause waits for it. None: as
-        many bytes as the regions with offload=True hold. Raises MemoryError if the system has fewer."""
+    def prepare_host(self, *, wait: bool = False) -> None:
+        """Has host memory pinned in the background, so that no pause waits for it: as many bytes as the
+        regions with offload=True hold. Raises MemoryError if the system has fewer."""
         with self._lock:
-            if num_bytes is None:
-                num_bytes = sum(
-                    self._usage(region).allocated
-                    for region in self._regions.values()
-                    if region.offload is True
-                )
+            num_bytes = sum(
+                self._usage(region).allocated for region in self._regions.values() if region.offload is True
+            )
             if not num_bytes:
                 return
             buffers = self._buffers()

@@ -162,11 +162,9 @@ def test_an_exception_comes_back_with_rank_and_traceback_and_the_rank_lives_on(s
     assert group.submit("echo", 1).results() == [[1, 1]]
 
 
-def test_a_reply_that_does_not_come_in_time_is_an_error_that_names_the_rank(start):
+def test_a_closed_group_ends_the_wait_for_a_reply(start):
     group = start()
     group.submit("about").results()
-    with pytest.raises(EngineDeadError, match=r"ranks \[1\] did not answer 'sleep' within 0.1 s"):
-        group.submit("sleep", 2).results(timeout_s=0.1)
     pending = group.submit("sleep", 60)
     group.close()
     with pytest.raises(EngineDeadError, match="closed"):
@@ -263,7 +261,7 @@ def test_a_rank_that_is_stopped_in_a_command_is_named(start):
     assert not group.failed, "it does nothing wrong while nothing is asked of it"
     pending = group.submit("echo", 1)
     with pytest.raises(EngineDeadError, match=rf"^rank 2 \(pid {pids[1]}\) is stopped .* in 'echo'$"):
-        pending.results(timeout_s=30)
+        pending.results()
     wait_until(lambda: all(map(gone, pids)), "a rank is left")
 
 

@@ -43,6 +43,7 @@ from shoal.stats import KvTierStats
 
 SCAN_S = 0.1  # between scans of the coldest blocks, unless blocks are being taken quickly
 POLL_S = 0.0003  # between polls while the engine waits for transfers
+QUIESCE_S = 60.0  # the longest that copies may take until a sleep or a reset begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +301,17 @@ class Offloader:
         """Host blocks whose memory cannot be used yet, as it is not pinned."""
         return len(self._unready)
 
-    def quiesce(self, timeout_s: float = 60.0) -> None:
-        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of host
-        blocks continue. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""
+    def quiesce(self) -> None:
+        """Waits until no copy to or from the device is under way, and no fetch. Reads and writes of host
+        blocks continue. Raises RuntimeError if copies have not ended after QUIESCE_S seconds."""
         self.fetcher.close_all()
-        deadline = self.ledger.clock() + timeout_s
+        deadline = self.ledger.clock() + QUIESCE_S
         self.poll()
         while self._leaving or self.fetcher.jobs:
             time.sleep(POLL_S)
             self.poll()
             if self.ledger.clock() > deadline:
-                raise RuntimeError(f"copies of KV blocks have not ended within {timeout_s} s")
+                raise RuntimeError(f"copies of KV blocks have not ended within {QUIESCE_S:g} s")
 
     def forget_host(self) -> None:
         """Forgets what the host blocks hold. Transfers under way end, and their blocks are not kept."""

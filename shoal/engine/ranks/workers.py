@@ -75,8 +75,8 @@ class _RankFailure:
 class Pending(Generic[Result]):
     """A command whose replies are awaited. If the object is dropped, so are the replies."""
 
-    def __init__(self, monitor: _Monitor, command: str, num_ranks: int) -> None:
-        self.monitor, self.command, self.num_ranks = monitor, command, num_ranks
+    def __init__(self, monitor: _Monitor, num_ranks: int) -> None:
+        self.monitor, self.num_ranks = monitor, num_ranks
         self.replies: dict[int, Any] = {}  # rank -> result or _RankFailure
 
     @property
@@ -84,29 +84,25 @@ class Pending(Generic[Result]):
         """True if results() would return, or raise, at once."""
         return len(self.replies) == self.num_ranks or self.monitor.failure is not None
 
-    def results(self, timeout_s: float | None = None) -> list[Result]:
+    def results(self) -> list[Result]:
         """Returns the results of ranks 1 and up, in rank order. If the command raised, this raises the lowest
         rank's error: the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a
-        rank dies, and when one has not answered in time."""
+        rank dies or hangs."""
         results = []
-        for outcome in self.outcomes(timeout_s):
+        for outcome in self.outcomes():
             if isinstance(outcome, Exception):
                 raise outcome
             results.append(outcome)
         return results
 
-    def outcomes(self, timeout_s: float | None = None) -> list[Result | Exception]:
-        """Returns the results or exceptions of ranks 1 and up, in rank order. Waits, and fails for a dead or
-        late rank, as `results` does."""
+    def outcomes(self) -> list[Result | Exception]:
+        """Returns the results or exceptions of ranks 1 and up, in rank order. Waits, and fails for a dead
+        rank, as `results` does."""
         monitor = self.monitor
         with monitor.news:
-            monitor.news.wait_for(
-                lambda: len(self.replies) == self.num_ranks or monitor.failure is not None, timeout_s
-            )
+            monitor.news.wait_for(lambda: self.complete)
         if len(self.replies) < self.num_ranks:
             monitor.check()
-            silent = sorted({r.rank for r in monitor.ranks} - self.replies.keys())
-            raise EngineDeadError(f"ranks {silent} did not answer {self.command!r} within {timeout_s} s")
         replies = [self.replies[rank] for rank in sorted(self.replies)]
         return [reply.build() if isinstance(reply, _RankFailure) else reply for reply in replies]
 
@@ -148,7 +144,7 @@ class WorkerProcesses:
         """Has every rank run the command and answer. `.results()` collects the answers; rank 0 can do its own
         part before."""
         self._last_id += 1
-        pending: Pending[Any] = Pending(self._monitor, command, self.world_size - 1)
+        pending: Pending[Any] = Pending(self._monitor, self.world_size - 1)
         self._monitor.pending[self._last_id] = pending
         self._put(self._last_id, command, args, is_quick=False)
         return pending

@@ -186,11 +186,10 @@ class KvIndexer:
         hashes: Sequence[int],
         parent: int | None,
         seed: int = WIRE_SEED,
-        block_size: int | None = None,
     ) -> None:
         """Stores a run of blocks: the worker's names, the hash of each block's own tokens, and the worker's
         name of the block before the first (None: a sequence starts)."""
-        worker = self._worker(rank, block_size)
+        worker = self._worker(rank, None)
         before = None
         if parent is not None:
             before = worker.find(parent)

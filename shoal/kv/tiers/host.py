@@ -74,10 +74,9 @@ class HostTier:
         before its head. With `coldest` they are in the order of coldest(), and return to where they were."""
         self._pool.release(host_blocks, coldest)
 
-    def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """The content with these keys, or all content, can't be found any more. Held host blocks stay
-        held."""
-        self._pool.reset(keys)
+    def forget(self) -> None:
+        """Forgets all content: it can't be found any more. Held host blocks stay held."""
+        self._pool.reset()
 
     def coldest(self, num_blocks: int) -> list[tuple[int, BlockMeta]]:
         """Returns up to `num_blocks` host blocks without a reference, with their content, in the order in
