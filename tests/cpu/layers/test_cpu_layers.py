@@ -74,9 +74,9 @@ def sandwiches_op_by_op(weights, residual, step, caches, ropes):
         )
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         x = w.o.linear(backend.attend(q, k, v, cache, step).flatten(1), w.o_bias)
-        x = cpu_ops.add_normed(x, w.behind_attention, EPS, residual, w.mlp_norm, EPS)
+        x = cpu_ops.add_normed(x, w.after_attention, EPS, residual, w.mlp_norm, EPS)
         x = cpu_ops.gate_mul(w.gate_up.linear(x, w.gate_up_bias), "gelu_tanh")
-        cpu_ops.add_normed(w.down.linear(x, w.down_bias), w.behind_mlp, EPS, residual)
+        cpu_ops.add_normed(w.down.linear(x, w.down_bias), w.after_mlp, EPS, residual)
 
 
 @pytest.mark.parametrize("is_sandwich", [False, True])
@@ -90,7 +90,7 @@ def test_one_call_does_what_the_ops_do(sequences, options, grouped, is_sandwich)
     weights = [layer_weights(seed, *flags) for seed in range(3)]
     if is_sandwich:
         weights = [
-            replace(w, behind_attention=torch.rand(HIDDEN), behind_mlp=torch.rand(HIDDEN)) for w in weights
+            replace(w, after_attention=torch.rand(HIDDEN), after_mlp=torch.rand(HIDDEN)) for w in weights
         ]
     _, _, step = make_step(sequences, HEADS, KV_HEADS, HEAD_DIM, 16)
     rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
