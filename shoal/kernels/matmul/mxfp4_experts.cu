@@ -1,6 +1,7 @@
 // The two matmuls of experts with weights in MXFP4 on Hopper. mxfp4_experts.py launches them, says what they are for, and
 // defines MX_STEPS steps of 64 inputs, MX_STRIPS strips of 64 weight rows of an expert, MX_OUTS outputs of a row,
-// MX_NEXT_STEPS steps of the next matmul (0: this is the second one), MX_ACTIVATION and MX_ROWS rows of a tile at most.
+// MX_NEXT_STEPS steps of the next matmul (0: this is the second one), MX_ACTIVATION, MX_ROWS rows of a tile at most, and, where a
+// row is short enough for mxfp4_slots, MX_SLOT_SHARED_BYTES of its programs.
 //
 // Programs stay on their SMs. Each has strips that follow one another in memory, of about as many bytes as any other
 // program's. One thread keeps a ring of shared memory filled, by copies of 6.5 KB of a strip and of all rows of a tile. Four
@@ -345,6 +346,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   for (int i = a.next_bytes / 16 + lane; i < NEXT_STEPS * 8; i += 32) *(uint4*)(to + place_of(row, i * 8, nt)) = make_uint4(0, 0, 0, 0);
 }
 
+#ifdef MX_SLOT_SHARED_BYTES
 struct SlotArguments {
   const u8* x;        // FIRST: rows of tokens; otherwise rows of slots
   const u8* weights;  // as in Arguments
@@ -537,6 +539,7 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS, 2) mxfp4_slots(const 
     *to = sum;
   }
 }
+#endif
 
 struct Unpacking {
   const u8* weights;

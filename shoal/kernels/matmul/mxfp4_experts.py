@@ -175,8 +175,14 @@ class Variant(NamedTuple):
 
     def constants(self) -> dict[str, int]:
         named = {f"MX_{name.upper()}": value for name, value in self._asdict().items()}
-        named["MX_SLOT_SHARED_BYTES"] = SLOT_SHARED_BYTES[self.next_steps == 0]
+        if self.slot_shared_bytes:
+            named["MX_SLOT_SHARED_BYTES"] = self.slot_shared_bytes
         return named | {"MX_ROWS": TILE_ROWS, "MX_SHARED_BYTES": SHARED_BYTES}
+
+    @property
+    def slot_shared_bytes(self) -> int:
+        """Shared memory of programs of `mxfp4_slots`. 0: a row is too long for it, so there is none."""
+        return SLOT_SHARED_BYTES[self.next_steps == 0] if self.steps * STEP <= MOST_SLOT_INPUTS else 0
 
 
 class _Arguments(ctypes.Structure):
@@ -325,7 +331,7 @@ def unpacked(first: ExpertRuns, second: ExpertRuns, activation: Activation, whic
 class _Functions(NamedTuple):
     arrange: CudaFunction
     matmuls: tuple[CudaFunction, ...]
-    slots: tuple[CudaFunction, ...]
+    slots: tuple[CudaFunction, ...]  # of rows that are short enough
     unpack: tuple[CudaFunction, ...]
 
 
@@ -339,6 +345,10 @@ def _functions(device: torch.device, first: Variant, second: Variant) -> _Functi
     return _Functions(
         CudaFunction(binaries[0], "arrange", 0),
         tuple(CudaFunction(binary, "mxfp4_experts", SHARED_BYTES) for binary in binaries),
-        tuple(CudaFunction(binary, "mxfp4_slots", size) for binary, size in zip(binaries, SLOT_SHARED_BYTES)),
+        tuple(
+            CudaFunction(binary, "mxfp4_slots", variant.slot_shared_bytes)
+            for binary, variant in zip(binaries, (first, second))
+            if variant.slot_shared_bytes
+        ),
         tuple(CudaFunction(binary, "unpack", 0) for binary in binaries),
     )

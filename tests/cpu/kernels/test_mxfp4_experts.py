@@ -127,3 +127,14 @@ def test_compiles_with_matmuls_beside_other_instructions(
     assert "spill stores" in log and "serialized" not in log
     few_slots = log.split("Function properties for mxfp4_slots")[1].splitlines()[1]
     assert "0 bytes spill stores" in few_slots
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("which", [0, 1])
+def test_experts_with_too_many_inputs_for_few_slots_compile(which: int, tmp_path: Path) -> None:
+    """Regression: the kernel of few slots had no room for 24,576 inputs, so that no kernel of theirs compiled."""
+    first, second = weights(24576, 6144)
+    variant = first.variants(second, Activation("silu"))[which]
+    log = log_of(Path(mxfp4_experts.__file__).with_suffix(".cu"), variant.constants(), tmp_path)
+    assert [name in log for name in ("mxfp4_experts'", "unpack'", "mxfp4_slots'")] == [True, True, which == 0]
