@@ -49,8 +49,8 @@ def weights_fingerprint(
     """Returns the fingerprint of weights in memory and of their KV. `checksums` are each rank's
     (weights/update.py), in rank order, of its sharded, merged and packed tensors. So the fingerprint differs
     between tensor-parallel sizes, dtypes and kinds of device, and if an engine keeps quantized weights
-    packed: their blocks have other shapes, or other rounding. `max_model_len`: the engine's, on which some
-    ropes depend."""
+    packed: their blocks have other shapes, or other rounding. Names of modules count, so a renamed one costs
+    the KV on disks. `max_model_len`: the engine's, on which some ropes depend."""
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode(
             (_fields(_at_length(config, max_model_len)), [sorted(own.items()) for own in checksums])
