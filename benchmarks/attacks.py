@@ -328,7 +328,7 @@ def raw(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
 
 
 def one_each(port: int, begin: Callable[[], None], requests: list[bytes]) -> collections.Counter[str]:
-    """Each on a connection of its own, 20 at once; who has no answer in a second leaves."""
+    """Each on a connection of its own, 20 at once; a client without an answer in a second leaves."""
     left = iter(requests)
 
     async def one() -> str:

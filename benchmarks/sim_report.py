@@ -42,7 +42,7 @@ def write(file: Path | None, figures: Any) -> None:
 
 
 def note(row: dict[str, Any]) -> None:
-    """A run that has ended, for who waits."""
+    """A run that has ended, for a person who waits."""
     print(row, file=sys.stderr, flush=True)
 
 

@@ -220,7 +220,7 @@ def check_garbage_for_an_address_is_refused(name: str, allocate: Allocate) -> No
 
 
 def check_an_owner_that_was_killed_can_not_be_read(name: str, allocate: Allocate) -> None:
-    """Neither by somebody new, nor does somebody who reads wait for ever."""
+    """No new reader reads it, and a reader in the middle does not wait for ever."""
     with owner_of(name, [SPEC]) as owner:
         ranks, into = owner.addresses(), empty(SPEC, allocate)
         peer = connect(name, ranks, into)

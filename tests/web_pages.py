@@ -92,7 +92,7 @@ def brightness(page):
 
 
 def check_names(page, kinds):
-    """All elements of these kinds say what they are, also to who does not see them."""
+    """All elements of these kinds say what they are, also to a reader who does not see them."""
     for element in page.locator(kinds).all():
         name = element.evaluate(
             "e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => l.textContent).join('')).trim()"

@@ -131,7 +131,7 @@ def test_a_prefill_worker_becomes_a_decode_worker_under_load_and_goes_first_with
 @pytest.mark.slow
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_two_models_on_one_budget_get_the_workers_that_their_load_needs(tmp_path, folder, is_beside):
-    """There are three GPUs: who has the load has two of them, and the other model gives one back first."""
+    """There are three GPUs: the model with the load has two of them, and the other model gives one back first."""
     tables = "".join(
         f"""
         [[workers]]

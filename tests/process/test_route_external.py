@@ -147,7 +147,7 @@ def test_a_real_server_killed_in_mid_stream_changes_no_text(form, route, shoals)
             for child in shoals["ab".index(owner)].cores():
                 child.kill()
     assert text_of(chunks) == text_of(expected) and len({chunk.id for chunk in chunks}) == 1
-    # What was cached, and which drafts were accepted, depends on who answered which part.
+    # The cached tokens and the accepted drafts depend on the worker that answered each part.
     details = ("prompt_tokens_details", "completion_tokens_details")
     usage = chunks[-1].usage
     assert usage == expected[-1].usage.model_copy(update={name: getattr(usage, name) for name in details})

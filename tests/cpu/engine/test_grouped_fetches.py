@@ -114,7 +114,7 @@ class FetchingDevice(Device):
 
 
 class Elsewhere:
-    """Other workers, who have the blocks that a sequence needs to continue after some prompts."""
+    """Other workers, which have the blocks that a sequence needs to continue after some prompts."""
 
     def __init__(self, r, device, groups, size, seen):
         self.r, self.device, self.groups, self.size, self.seen = r, device, groups, size, seen

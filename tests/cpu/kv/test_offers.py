@@ -154,7 +154,7 @@ def test_another_ticket_under_the_same_id_is_forged():
     wrong = bytes(16)
     assert owner.failure(owner.offers.open, ticket_id, wrong, "r") is Failure.FORGED
     assert owner.failure(owner.offers.open, bytes(16), digest_of(sealed), "r") is Failure.UNKNOWN
-    owner.offers.leave(ticket_id, "r")  # who was not let in can't end anything
+    owner.offers.leave(ticket_id, "r")  # a reader that was not let in can't end anything
     owner.offers.verify(ticket_id)
 
 

@@ -87,7 +87,9 @@ def test_raw_http_of_any_shape_is_answered_or_refused(cases, server):
             await writer.drain()
             await asyncio.sleep(0)
             writer.write(data[cut:] + LAST)
-            answer = await asyncio.wait_for(reader.read(), 60)  # to the end: who never ends it hangs
+            answer = await asyncio.wait_for(
+                reader.read(), 60
+            )  # to the end: a server that never ends it hangs
         except ConnectionError:
             answer = b""  # refused while we wrote
         except TimeoutError:

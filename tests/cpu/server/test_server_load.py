@@ -116,7 +116,7 @@ def test_over_tls(tmp_path):
             next(iter(stream))
             stream.close()
             eventually(lambda: idle(server))
-        with pytest.raises(openai.APIConnectionError):  # who doesn't know the certificate
+        with pytest.raises(openai.APIConnectionError):  # the client doesn't know the certificate
             openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0).models.list()
         plain = server.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in read_until(plain)

@@ -1,4 +1,4 @@
-"""Places of this host's workers while who runs them does not answer, when workers are given up, and while they
+"""Places of this host's workers while their supervisor does not answer, when workers are given up, and while they
 end, on virtual time."""
 
 import asyncio

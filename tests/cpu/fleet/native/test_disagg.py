@@ -662,7 +662,7 @@ async def test_what_waits_for_prefill_workers_is_told():
         (["prefill", "prefill"], "", False),
         (["decode"], "", True),
         (["prefill", "decode"], "", True),
-        (["prefill", "both"], "", False),  # who does both reads nothing of others
+        (["prefill", "both"], "", False),  # a worker that does both reads nothing of others
         (["prefill", "both", "decode"], "", True),
         (["both"], "", True),
         (["prefill"], '[plane]\nurl = "nats://10.0.0.1:4222"', True),  # its partners are on another host
