@@ -1,4 +1,4 @@
-"""Which thresholds of the planner's rules by load are best for a load: a sweep in the simulator.
+"""Finds the best thresholds of the planner's rules by load for a load: a sweep in the simulator.
 
     python benchmarks/sim_thresholds.py [--json benchmarks/results/sim-thresholds.json] [--images docs/images]
 

@@ -142,7 +142,7 @@ class FakeServer:
         self.engine.reply, self.engine.token_seconds = ids_of(text), token_seconds
 
     def last_request(self) -> Request:
-        """That the engine got."""
+        """Returns the last request that the engine got."""
         return self.engine.seen[-1]
 
     def last_prompt(self) -> str:

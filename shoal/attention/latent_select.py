@@ -1,4 +1,4 @@
-"""Which backend of latent attention an engine uses. select.py chooses the other attention's."""
+"""Chooses the backend of latent attention. select.py chooses the other attention's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention backends an engine uses, one per head shape. "auto" is Triton on a GPU and the CPU backend
+"""Chooses the attention backends, one per head shape. "auto" is Triton on a GPU and the CPU backend
 elsewhere; the others must be asked for by name."""
 
 from __future__ import annotations

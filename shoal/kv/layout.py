@@ -102,7 +102,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def first_head(self) -> int:
-        """Which head of the model is the first of this rank."""
+        """The number of this rank's first head in the model."""
         return self.tp_rank * self.num_heads // self.tp_size
 
     @property

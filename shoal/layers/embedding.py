@@ -47,7 +47,7 @@ class Vocabulary(MatrixLayer):
         return self.format.matmul(x_SD, None)[:, : self.num_own]
 
     def columns(self) -> Columns:
-        """Which columns `logits` are."""
+        """The columns of the vocabulary that `logits` returns."""
         return Columns(self.first, self.shard, self.tp.all_gather)
 
     def whole(self, logits_SV: torch.Tensor) -> torch.Tensor:

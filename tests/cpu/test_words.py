@@ -14,7 +14,9 @@ PHRASES = re.compile(
     r"|(?<!there )\b(is|are|was|were) no (?!longer|more\b)|  # of ",
     re.IGNORECASE,
 )
-FIRST_WORDS = re.compile(r"(What|Whether|How|Where|Why|Those|It|Who|Nobody|When|Until|If|Of)\b")
+FIRST_WORDS = re.compile(
+    r"(What|Whether|Which|That|How|Where|Why|Those|It|Who|Whose|Nobody|When|Until|If|Of)\b"
+)
 FILES = [
     path
     for folder in ("shoal", "tests", "benchmarks", "deploy", "examples", "docs")

@@ -304,7 +304,7 @@ def test_a_pod_whose_removal_failed_is_not_the_first_to_go_when_a_person_lowers_
 
 
 def test_a_pod_keeps_its_mark_until_kubernetes_has_chosen_it(tmp_path, monkeypatch):
-    """That may be a while after the count was lowered."""
+    """Kubernetes may choose a while after the count was lowered."""
 
     async def scenario(setup, connector):
         setup.fake.deploy("tiny", 3)

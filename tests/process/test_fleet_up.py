@@ -393,7 +393,7 @@ def test_a_worker_that_is_not_needed_sleeps_and_wakes_with_the_next_load(tmp_pat
 
 @pytest.mark.slow
 def test_a_planner_sizes_workers_of_another_engine_by_their_metrics_and_fails_no_request(tmp_path):
-    """That engine ends at a SIGTERM with all it has, so the router has to drain it first."""
+    """The engine ends at a SIGTERM with all it has, so the router has to drain it first."""
     text = f"""
         [[workers]]
         command = "{PYTHON} {ROOT / "tests" / "external_worker.py"} {{port}}"

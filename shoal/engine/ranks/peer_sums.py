@@ -103,7 +103,7 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
 
 
 def _difference(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dtype) -> str | None:
-    """Which sums or norms are not right on this rank; None if all are. All ranks call this together."""
+    """Returns the sums or norms that are wrong on this rank. None: none is. All ranks call this together."""
     kernels = _kernels()
     generator = torch.Generator(tp.device).manual_seed(tp.rank)
     most_rows = kernels.MAX_BLOCKS * kernels.PLAIN_BLOCK // hidden_size  # rows of a sum without a norm

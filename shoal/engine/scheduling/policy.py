@@ -49,7 +49,7 @@ POLICIES: dict[str, Callable[[Request, int], Turn]] = {
 
 
 def victim(candidates: abc.Sequence[Sequence]) -> int:
-    """Which of these running sequences gives its KV blocks back when a decode needs one: an index.
+    """Returns the index of the running sequence that gives its KV blocks back when a decode needs one.
 
     `candidates` are in turn, and each would free a block. The first is the sequence that needs the block,
     unless it would free none itself; none of them is part of the step yet. The last is a good choice: it

@@ -192,7 +192,7 @@ def _sampled_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torc
 def _survivors(
     values: torch.Tensor, counts: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> torch.Tensor:
-    """Which parts min_p, then top_k, then top_p keep."""
+    """Returns a mask of the parts that min_p, then top_k, then top_p keep."""
     values, counts = values.double(), counts.double()
     is_larger = values > values.unsqueeze(1)
     kept = torch.where(is_larger, counts, 0.0).sum(1) < top_k
