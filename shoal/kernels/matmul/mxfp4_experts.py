@@ -331,7 +331,7 @@ def unpacked(first: ExpertRuns, second: ExpertRuns, activation: Activation, whic
 class _Functions(NamedTuple):
     arrange: CudaFunction
     matmuls: tuple[CudaFunction, ...]
-    slots: tuple[CudaFunction, ...]  # of rows that are short enough
+    slots: tuple[CudaFunction, ...]  # for rows that are short enough
     unpack: tuple[CudaFunction, ...]
 
 
