@@ -142,7 +142,7 @@ def qk_norm_rope_store(
     if not stores:
         return
     if v_norm:
-        v_TGN.copy_(rms_norm(v_TGN, torch.ones(head_dim, device=v_TGN.device), eps))
+        v_TGN.copy_(rms_norm(v_TGN, torch.ones(head_dim, dtype=torch.float32, device=v_TGN.device), eps))
     stored = ((rows_T >= 0) & (positions_T >= 0)).nonzero().squeeze(1)
     positions = positions[stored]
     ids = block_tables_RM[rows_T[stored].long(), positions // block_size].long()

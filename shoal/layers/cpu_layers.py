@@ -100,7 +100,8 @@ class CpuLayers:
         if any(a is not b for a, b in zip((caches, step.block_tables, ropes), self._described)):
             self._describe(caches, step.block_tables, ropes)
         tokens = residual_TD.shape[0]
-        x_TD, scratch = torch.empty_like(residual_TD), torch.empty(tokens * self._scratch_floats)
+        x_TD = torch.empty_like(residual_TD)
+        scratch = torch.empty(tokens * self._scratch_floats, dtype=torch.float32)
         assert residual_TD.is_contiguous() and residual_TD.dtype == torch.float32
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
         cache = cpu_build.describe_cache(caches[0], step.block_tables[caches[0].table], self._num_heads)

@@ -28,7 +28,9 @@ def kv_scales(files: CheckpointFiles) -> list[torch.Tensor] | None:
     attentions = [kind.attention for kind in config.layers]
     num_heads = [0 if attention is None else attention.num_kv_heads for attention in attentions]
     scales = [
-        torch.full((2, heads), 0.0 if attention is None or attention.kv_layer is None else 1.0)
+        torch.full(
+            (2, heads), 0.0 if attention is None or attention.kv_layer is None else 1.0, dtype=torch.float32
+        )
         for heads, attention in zip(num_heads, attentions)
     ]
     for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):

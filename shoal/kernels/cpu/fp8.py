@@ -40,7 +40,7 @@ class CpuFp8Weight:
                 dim=1,
             )
         else:
-            y = torch.empty(tokens, outs)
+            y = torch.empty(tokens, outs, dtype=torch.float32)
             self.library.shoal_fp8_linear(
                 self.tensor.data.data_ptr(),
                 self.tensor.scales.data_ptr(),
@@ -80,7 +80,8 @@ def pack(tensors: Sequence[Fp8Tensor], replaced: CpuFp8Weight | None = None) -> 
         whole = replaced.tensor
     else:
         data = torch.empty(outs, inputs, dtype=torch.float8_e4m3fn)
-        whole = Fp8Tensor((outs, inputs), data, torch.empty(outs, groups), tensors[0].size)
+        scales = torch.empty(outs, groups, dtype=torch.float32)
+        whole = Fp8Tensor((outs, inputs), data, scales, tensors[0].size)
     weight, row = CpuFp8Weight(whole, LIBRARY), 0
     for tensor in tensors:
         assert tensor.shape[1] == inputs and tensor.size == whole.size

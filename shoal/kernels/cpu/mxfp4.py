@@ -26,13 +26,13 @@ def pack(
 def _q8_0(tensor: Mxfp4Tensor) -> GGUFTensor:
     """The matrix as rows of Q8_0: scale, then 32 bytes."""
     exponents = tensor.scales.int() - (BIAS + 1)
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents).half()
+    scales = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents).half()
     if not scales.isfinite().all():
         raise CheckpointError(
             f"a matrix of shape {list(tensor.shape)} in mxfp4 has scales beyond float16, for which there is "
             "no matmul on a CPU; name a dtype, to which its weights are unpacked"
         )
-    doubled = (2 * torch.tensor(VALUES)).to(torch.int8)[tensor.unpacked().int()]
+    doubled = torch.tensor([int(2 * value) for value in VALUES], dtype=torch.int8)[tensor.unpacked().int()]
     quants = doubled.unflatten(1, (-1, SCALE_GROUP)).view(torch.uint8)
     data: np.ndarray = torch.cat((scales.unsqueeze(2).view(torch.uint8), quants), dim=2).flatten(1).numpy()
     return GGUFTensor("Q8_0", tensor.shape, data)

@@ -30,7 +30,7 @@ def causal_conv(
     if LIBRARY is None or inputs_RCW.dtype != torch.float32 or not _floats(x_TC) or width > MAX_WIDTH:
         return reference.causal_conv(x_TC, weight_CW, bias_C, silu, inputs_RCW, sequences, kept_RKC)
     weight_CW, bias = weight_CW.float().contiguous(), None if bias_C is None else bias_C.float()
-    out_TC = torch.empty((len(x_TC), channels))
+    out_TC = torch.empty((len(x_TC), channels), dtype=torch.float32)
     states = _describe(inputs_RCW, sequences, kept_RKC)
     LIBRARY.shoal_causal_conv(
         ctypes.addressof(states),
@@ -62,7 +62,7 @@ def gated_delta(
         return reference.gated_delta(
             q_TKN, k_TKN, v_THV, a_TH, b_TH, a_log_H, dt_bias_H, states_RHNV, sequences, kept_RKX
         )
-    out_THV = torch.empty(v_THV.shape)
+    out_THV = torch.empty(v_THV.shape, dtype=torch.float32)
     constants = (a_log_H.float(), dt_bias_H.float())
     heads = cpu_build.Heads(
         *(x.data_ptr() for x in (q_TKN, k_TKN, v_THV, a_TH, b_TH, *constants)),
@@ -96,7 +96,7 @@ def mamba2(
         return reference.mamba2(
             x_THV, dt_TH, b_TGN, c_TGN, a_log_H, d_H, dt_bias_H, limits, states_RHVN, sequences, kept_RKX
         )
-    out_THV = torch.empty(x_THV.shape)
+    out_THV = torch.empty(x_THV.shape, dtype=torch.float32)
     constants = (a_log_H.float(), dt_bias_H.float(), d_H.float())
     heads = cpu_build.Heads(
         *(x.data_ptr() for x in (c_TGN, b_TGN, x_THV, dt_TH)),
@@ -130,7 +130,7 @@ def gated_norm(
         return reference.gated_norm(x_TX, gate_TX, weight, eps, size, gate_first, activation)
     (tokens, width), weights = x_TX.shape, weight.float().contiguous()
     assert gate_TX.shape == x_TX.shape and width % size == 0 and width % weights.numel() == 0
-    out_TX = torch.empty((tokens, width))
+    out_TX = torch.empty((tokens, width), dtype=torch.float32)
     LIBRARY.shoal_gated_norm(
         x_TX.data_ptr(),
         x_TX.stride(0),

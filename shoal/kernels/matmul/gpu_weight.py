@@ -261,7 +261,7 @@ def _pack(
     for first in range(0, tiles, chunk):
         count = min(chunk, tiles - first)
         quants = torch.zeros((count * TILE, steps * columns), dtype=torch.uint8, device=device)
-        numbers = torch.zeros((2, count * TILE, num_groups), device=device)
+        numbers = torch.zeros((2, count * TILE, num_groups), dtype=torch.float32, device=device)
         start = 0
         for tensor, groups in zip(tensors, of_inputs):
             # the rows of the tensor that belong to these tiles

@@ -53,7 +53,7 @@ class Mxfp4Tensor(RowwiseTensor):
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         quants = replace(self, quants=self.quants.to(device)).unpacked()
-        values = torch.tensor(VALUES, device=device)[quants.int()]
+        values = torch.tensor(VALUES, dtype=torch.float32, device=device)[quants.int()]
         exponents = self.scales.to(device).int().unsqueeze(2) - BIAS
         return torch.ldexp(values.unflatten(1, (-1, SCALE_GROUP)), exponents).flatten(1).to(dtype)
 

@@ -40,7 +40,8 @@ class Nvfp4Tensor(QuantizedTensor):
 
     def as_fp8(self) -> Fp8Tensor:
         """The same numbers, as fp8 has all of e2m1's."""
-        data = torch.tensor(VALUES, device=self.quants.device).to(torch.float8_e4m3fn).view(torch.uint8)
+        values = torch.tensor(VALUES, dtype=torch.float32, device=self.quants.device)
+        data = values.to(torch.float8_e4m3fn).view(torch.uint8)
         numbers = data[self.unpacked().int()].view(torch.float8_e4m3fn)
         return Fp8Tensor(self.shape, numbers, self.scales, SCALE_GROUP)
 

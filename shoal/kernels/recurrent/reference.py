@@ -44,7 +44,7 @@ def causal_conv(
         return inputs[torch.where(offset < 0, old, new)]
 
     offset_E = torch.arange(len(sequence_E), device=x_TC.device) - spans.starts_S[sequence_E]
-    sums_EC = torch.zeros(len(sequence_E), x_TC.shape[1], device=x_TC.device)
+    sums_EC = torch.zeros(len(sequence_E), x_TC.shape[1], dtype=torch.float32, device=x_TC.device)
     for tap in range(width):
         taken = input_at(sequence_E, offset_E - (width - 1) + tap)
         sums_EC += weight_CW[:, tap].float() * taken.float()
@@ -86,7 +86,8 @@ def gated_delta(
     heads, steps_EHX = v_THV.shape[1], F.softplus(a_EH.float() + dt_bias_H.float())
     steps_EHX = steps_EHX.view(-1, heads, dt_bias_H.numel() // heads)
     decay_EHX = torch.exp(-a_log_H.float().exp()[:, None] * steps_EHX)
-    beta_EH, out_EHV = b_EH.float().sigmoid(), torch.zeros(v_EHV.shape, device=v_THV.device)
+    beta_EH = b_EH.float().sigmoid()
+    out_EHV = torch.zeros(v_EHV.shape, dtype=torch.float32, device=v_THV.device)
     states = spans.begin(states_RHNV)
     for i, t in spans.tokens():
         state = states[i] * decay_EHX[t].unsqueeze(-1)

@@ -127,7 +127,7 @@ class _Rows:
 
     def of(self, samples: list[int]) -> tuple[torch.Tensor, Keys]:
         """Temperatures and the two keys of the noise of these samples, [n, 1] each."""
-        temperatures = torch.tensor([[self.temperatures[s]] for s in samples])
+        temperatures = torch.tensor([[self.temperatures[s]] for s in samples], dtype=torch.float32)
         keys = torch.tensor([self.keys[s] for s in samples], dtype=torch.int32)
         return temperatures, (keys[:, :1], keys[:, 1:])
 

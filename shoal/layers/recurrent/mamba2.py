@@ -113,7 +113,7 @@ class Mamba2(nn.Module):
         num_groups = self.kind.num_groups
         group = self.tp.rank * num_groups // self.tp.size
         gated_TP = out_TP.float() * F.silu(z_TP.float())
-        squares_TG = torch.zeros(len(out_TP), num_groups, device=out_TP.device)
+        squares_TG = torch.zeros(len(out_TP), num_groups, dtype=torch.float32, device=out_TP.device)
         squares_TG[:, group] = gated_TP.square().sum(1)
         mean_T1 = self.tp.all_reduce(squares_TG)[:, group : group + 1] / (self.kind.inner_size // num_groups)
         return ((gated_TP * torch.rsqrt(mean_T1 + eps)).to(out_TP.dtype) * weight_P).to(out_TP.dtype)
