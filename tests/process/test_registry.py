@@ -10,6 +10,7 @@ import sys
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
+from random import Random
 
 import msgspec
 import nats.errors
@@ -17,6 +18,8 @@ import nats.js.errors
 import pytest
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.registry.nats import NatsRegistry
 from shoal.fleet.registry.open import open_registry
 from shoal.fleet.registry.registry import Member
 from tests import nats_server
@@ -651,3 +654,19 @@ async def test_garbage_from_a_stranger_on_the_socket_harms_nobody():
     await registry.register(member("w"))
     await until(registry, "w")
     await registry.close()
+
+
+@asynchronous
+async def test_an_id_that_is_lost_while_leases_are_renewed_and_joined_ends_neither(caplog):
+    """Regression: the second of them raised KeyError, and so no lease of the process was renewed any more."""
+    registry = NatsRegistry(LoopClock(), Random(1), LEASE_S, None)
+    registry._registered["w"] = Member(id="w", role="decode", address="http://127.0.0.1:1")
+
+    async def claim(member):
+        await asyncio.sleep(0.01)
+        return False
+
+    registry._claim = claim
+    await asyncio.gather(registry._claim_again(), registry._claim_again())
+    assert registry._registered == {}
+    assert [record.message for record in caplog.records] == ["member 'w': another process has the id now"]

@@ -188,9 +188,10 @@ class NatsRegistry(Registry):
     async def _claim_again(self) -> None:
         for member_id in list(self._registered):
             async with self._writing:
-                member = self._registered[member_id]
+                # A renewal and a join may both be here: the one before may have lost the id.
+                member = self._registered.get(member_id)
                 # The first claim of a key that the server has forgotten fails, the second creates it.
-                if not (await self._claim(member) or await self._claim(member)):
+                if member and not (await self._claim(member) or await self._claim(member)):
                     del self._registered[member_id]
                     logger.error("member %r: another process has the id now", member_id)
 
