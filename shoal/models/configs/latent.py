@@ -6,12 +6,11 @@ import math
 from dataclasses import replace
 
 from shoal.errors import CheckpointError
-from shoal.kinds.attention import QueryScaling
 from shoal.kinds.latent import LatentKind
 from shoal.kinds.rope import RopeConfig
 from shoal.model_config import ModelConfig
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.rope import rope_values
+from shoal.models.configs.rope import query_scaling, rope_values
 
 
 def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -44,7 +43,7 @@ def with_latents(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         # null is false, as transformers reads it
         interleaved=fields.flag("rope_interleave", "rope_interleave" not in fields.values),
         bias=bias,
-        query_scaling=_query_scaling(rope, fields),
+        query_scaling=None if rope is None else query_scaling(rope, _rope_fields(fields)),
     )
     return replace(
         config,
@@ -66,10 +65,3 @@ def _scale_factor(rope: RopeConfig | None, fields: ConfigFields) -> float:
     factor = rope.factor
     mscale = 0.1 * given.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
     return mscale * mscale
-
-
-def _query_scaling(rope: RopeConfig | None, fields: ConfigFields) -> QueryScaling | None:
-    given = _rope_fields(fields)
-    if rope is None or not given.get("llama_4_scaling_beta"):
-        return None
-    return QueryScaling(given.number("llama_4_scaling_beta"), rope.original_max_position_embeddings)

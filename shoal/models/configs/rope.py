@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.kinds.attention import QueryScaling
 from shoal.kinds.rope import ROPE_THETA, RopeConfig
 from shoal.models.configs.fields import ConfigFields
 from shoal.models.configs.layers import SLIDING
@@ -58,6 +59,8 @@ def read_ropes(
             raise CheckpointError(
                 f"{fields.where}: rope parameters of {kind} must be an object, got {own!r:.80}"
             )
+        if is_keyed and kind == SLIDING and sliding is not None and own.get("rope_theta") is None:
+            own = {**own, "rope_theta": sliding(fields).get("rope_theta")}
         ropes[kind] = _rope(fields, own, head_dim, partial)
     return ropes
 
@@ -175,6 +178,14 @@ def longrope_attention_factor(rope: ConfigFields, factor: float, original: int) 
     if rope.get("attention_factor") is not None:
         return rope.number("attention_factor")
     return math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+
+
+def query_scaling(rope: RopeConfig, given: ConfigFields) -> QueryScaling | None:
+    """Returns how queries grow with their position; None if the rope parameters do not say it, or say 0."""
+    if not given.get("llama_4_scaling_beta"):
+        return None
+    length = rope.original_max_position_embeddings or given.count("original_max_position_embeddings")
+    return QueryScaling(given.number("llama_4_scaling_beta"), length)
 
 
 def yarn_attention_factor(rope: ConfigFields, factor: float) -> float:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from shoal.kinds.attention import QueryScaling
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture, GGUFNames
 from shoal.models.configs.fields import ConfigFields
-from shoal.models.configs.rope import rope_values
+from shoal.models.configs.rope import query_scaling, rope_values
 from shoal.models.families import mistral
 
 
 def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     given = {"llama_4_scaling_beta": fields.get("temperature_scale"), **rope_values(fields)}
-    rope, config = ConfigFields(given, f"{fields.where}: rope parameters"), mistral.read(config, fields)
-    if not rope.get("llama_4_scaling_beta"):  # 0: queries do not grow
-        return config
-    scaling = QueryScaling(
-        rope.number("llama_4_scaling_beta"), rope.count("original_max_position_embeddings")
-    )
-    return config.with_attention(query_scaling=scaling)
+    config = mistral.read(config, fields)
+    rope = config.attention.rope
+    assert rope is not None
+    scaling = query_scaling(rope, ConfigFields(given, f"{fields.where}: rope parameters"))
+    return config if scaling is None else config.with_attention(query_scaling=scaling)
 
 
 ARCHITECTURE = Architecture(

@@ -332,6 +332,58 @@ def test_windows_of_olmo3_have_the_base_of_the_whole_model(fields):
     assert {rope.kind for rope in ropes[:3]} == {"default"}
 
 
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(rope_parameters={SLIDING: {}, FULL: dict(rope_type="default", rope_theta=5000.0)}),
+        dict(rope_parameters={FULL: dict(rope_type="default", rope_theta=5000.0)}),
+        dict(rope_parameters={SLIDING: dict(rope_type="default"), FULL: {}}, rope_local_base_freq=123.0),
+    ],
+    ids=["empty", "missing", "local base next to it"],
+)
+def test_windows_of_gemma3_have_their_own_base_where_their_rope_lacks_one(given):
+    """Regression: in the new form without rope_theta for layers with a window, they had the base of the other
+    layers."""
+    expected = transformers.Gemma3TextConfig(**SMALL, **json.loads(json.dumps(given))).rope_parameters
+    config = config_from_json(SMALL | given | dict(architectures=["Gemma3ForCausalLM"]), "tiny")
+    assert [kind.attention.rope.theta for kind in config.layers] == (
+        [expected[SLIDING]["rope_theta"]] * 5 + [expected[FULL]["rope_theta"]]
+    )
+
+
+def test_queries_that_grow_take_their_length_from_the_yarn_rope():
+    """Regression: a yarn rope without original_max_position_embeddings was refused."""
+    rope = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, llama_4_scaling_beta=0.5)
+    given = dict(SMALL, max_position_embeddings=2048, rope_parameters=rope)
+    expected = transformers.Ministral3Config(**json.loads(json.dumps(given))).rope_parameters
+    config = config_from_json(given | dict(architectures=["Ministral3ForCausalLM"]), "tiny")
+    scaling = config.attention.query_scaling
+    assert (scaling.beta, scaling.length) == (0.5, expected["original_max_position_embeddings"])
+
+
+@pytest.mark.parametrize("name", ["Ministral3ForCausalLM", "Mistral4ForCausalLM"])
+def test_queries_that_grow_need_a_length(name):
+    """Regression: Mistral Small 4's queries grew by logarithms of infinity where its rope is not scaled."""
+    rope = dict(rope_type="linear", rope_theta=1e6, factor=4.0, llama_4_scaling_beta=0.5)
+    given = dict(SMALL, num_key_value_heads=4, max_position_embeddings=2048, architectures=[name])
+    with pytest.raises(CheckpointError, match="original_max_position_embeddings is missing"):
+        config_from_json(given | dict(rope_parameters=rope), "tiny")
+    rope["original_max_position_embeddings"] = 512
+    config = config_from_json(given | dict(rope_parameters=rope), "tiny")
+    assert config.layers[0].mixer.query_scaling.length == 512
+
+
 def test_pairs_of_each_layer_are_moved_as_that_layer_rotates_them(root):
     """Regression: the first layer's rope decided for all layers."""
     config = resolve(str(tiny.write_model(root, "llama"))).config
