@@ -59,8 +59,8 @@ def read_ropes(
             raise CheckpointError(
                 f"{fields.where}: rope parameters of {kind} must be an object, got {own!r:.80}"
             )
-        if is_keyed and kind == SLIDING and sliding is not None and own.get("rope_theta") is None:
-            own = {**own, "rope_theta": sliding(fields).get("rope_theta")}
+        if is_keyed and kind == SLIDING:  # Gemma 3 has another base there, and its defaults say which
+            own = {"rope_theta": fields.get("rope_local_base_freq"), **own}
         ropes[kind] = _rope(fields, own, head_dim, partial)
     return ropes
 

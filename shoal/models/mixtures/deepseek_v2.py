@@ -55,6 +55,7 @@ ARCHITECTURE = Architecture(
         "moe_intermediate_size": 1407,
     },
     read=read,
+    said_otherwise=lambda fields: {"rope_interleave": True},  # transformers does not read the field
     gguf=GGUFNames(
         "deepseek2",
         tensors=LATENT_TENSORS,

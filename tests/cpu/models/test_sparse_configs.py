@@ -100,6 +100,14 @@ def test_a_rope_interleave_of_null_rotates_halves():
     assert not config_from_json(fields, "test").attention.interleaved
 
 
+@pytest.mark.parametrize("value", [None, False, True])
+def test_deepseek_v2_rotates_pairs_of_neighbours_whatever_rope_interleave_says(value):
+    """Regression: false rotated halves, while transformers does not read the field for this class."""
+    given = dict(num_experts_per_tok=2, rope_theta=1e4, rope_interleave=value)
+    fields = given | dict(architectures=["DeepseekV2ForCausalLM"])
+    assert config_from_json(fields, "test").attention.interleaved
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda own: own.name)
 def test_a_rope_without_a_theta_has_that_of_the_class(architecture):
     """Regression: with rope_scaling and without rope_theta, CWM's was another one."""
