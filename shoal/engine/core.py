@@ -49,8 +49,8 @@ from shoal.weights.source import CheckpointFiles
 logger = logging.getLogger(__name__)
 
 # Engines of a process start one after the other. Each sets torch's default type, measures what memory is
-# left, and captures its graphs on one stream.
-_starting = threading.Lock()
+# left, and captures its graphs on one stream. A builder of parts may start one more engine.
+_starting = threading.RLock()
 
 
 class EngineCore:

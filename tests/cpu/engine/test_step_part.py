@@ -335,6 +335,18 @@ def test_a_part_counts_the_blocks_that_become_findable(build):
     assert counted.num_released == sum(-(-55 // llm.core.config.block_size) for _ in prompts)
 
 
+def test_a_builder_of_a_part_may_start_another_engine(build):
+    """Regression: that start waited for the end of the one that it was in, for ever."""
+    inner = []
+
+    def build_part(config, ranks, scheduler):
+        inner.append(build())
+        return StepPart()
+
+    llm = build(build_part)
+    assert ids_of(llm.generate([PROMPT], GREEDY)) == ids_of(inner[0].generate([PROMPT], GREEDY))
+
+
 def test_the_how_to_shows_the_part_that_is_tested_here():
     page = (Path(__file__).parents[3] / "docs/howto/step-part.md").read_text()
     assert textwrap.indent(inspect.getsource(FairShare), " " * 8, str.strip) in page
