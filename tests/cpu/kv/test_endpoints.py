@@ -153,7 +153,7 @@ def test_keys_that_cannot_be_had_are_config_errors(start, keys):
         (dict(curve_secret_key_file="/nowhere"), "curve_secret_key_file '/nowhere' cannot be read"),
         (dict(curve_secret_key_file=str(keys / "server.key")), "holds a public key only"),
         (dict(curve_client_keys_dir="/nowhere"), "curve_client_keys_dir '/nowhere' cannot be read"),
-        (dict(curve_client_keys_dir=str(keys / "empty")), "holds no"),
+        (dict(curve_client_keys_dir=str(keys / "empty")), "got a folder without any"),
         (dict(curve_client_keys_dir=str(keys / "odd")), "curve_client_keys_dir .* cannot be read"),
     ):
         with pytest.raises(ConfigError, match=words):
