@@ -114,7 +114,7 @@ def test_an_engine_gives_the_oracles_tokens(name, eager, tmp_path, caplog):
             tensor_parallel_size=2,
             peer_all_reduce=True,
             enforce_eager=eager,
-            gpu_memory_utilization=0.3,
+            gpu_memory_utilization=0.1,
         ) as llm,
     ):
         assert "go over the GPUs' own memory" in caplog.text
