@@ -9,12 +9,15 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+
+from shoal.kernels.matmul.split_k import arrival_counters
 
 OPTIONS = {}, {"SECOND": 4}, {"num_warps": 8}, {"flag": False}
 
@@ -174,3 +177,24 @@ def _shown(argument: object) -> object:
 
 if __name__ == "__main__":
     print(json.dumps(_observe()))
+
+
+def test_a_start_counts_arrivals_apart_from_graphs_and_other_threads(monkeypatch):
+    """Regression: rehearsals on the stream of captures counted in the counters of graphs that an engine replayed
+    meanwhile, so a matmul added its parts before all of them were there."""
+    is_capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+
+    def counters():
+        return arrival_counters("a kernel", 8, torch.device("meta"))
+
+    own = counters()
+    assert counters() is own
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(counters).result() is not own
+    is_capturing[0] = True
+    captured = counters()
+    assert captured is not own
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(counters).result() is captured
