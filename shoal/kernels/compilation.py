@@ -160,9 +160,8 @@ def _fork() -> int:
     process = -1
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python 3.12 warns of forks in processes with threads.
+            # Python 3.12 warns of forks in processes with threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
     finally:
         if process:
