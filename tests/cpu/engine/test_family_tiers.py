@@ -17,7 +17,16 @@ from shoal.kv.places import key_of, longest_end, places
 from shoal.kv_events import BlockStored
 from tests.family_cores import family_cores
 
-NAMES = ["gemma3", "gpt-oss-plain", "granite-swa", "mixtral", "deepseek-v3", "gemma4", "gemma4-shared"]
+NAMES = [
+    "gemma3",
+    "gpt-oss-plain",
+    "granite-swa",
+    "mixtral",
+    "deepseek-v3",
+    "gemma4",
+    "gemma4-shared",
+    "llama4",
+]
 COUNT = 8
 DEADLINE_S = 60
 

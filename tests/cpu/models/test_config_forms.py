@@ -362,6 +362,17 @@ def test_windows_of_gemma3_have_their_own_base_where_their_rope_lacks_one(given)
     )
 
 
+def test_a_base_next_to_nested_ropes_counts_where_one_of_them_lacks_it():
+    ropes = {SLIDING: dict(rope_type="default"), FULL: dict(rope_type="default", rope_theta=5000.0)}
+    given = dict(SMALL, rope_parameters=ropes, rope_theta=123.0, layer_types=[FULL, SLIDING] * 3)
+    oracle = transformers.LagunaConfig(**json.loads(json.dumps(given)))
+    oracle.standardize_rope_params()  # as its model does
+    expected = oracle.rope_parameters
+    config = config_from_json(given | dict(architectures=["LagunaForCausalLM"]), "tiny")
+    found = [kind.attention.rope.theta for kind in config.layers[:2]]
+    assert found == [expected[kind]["rope_theta"] for kind in (FULL, SLIDING)]
+
+
 def test_queries_that_grow_take_their_length_from_the_yarn_rope():
     """Regression: a yarn rope without original_max_position_embeddings was refused."""
     rope = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, llama_4_scaling_beta=0.5)
