@@ -70,7 +70,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         layers=tuple(kinds[kind] for kind in layer_types),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        activation=_activation(fields),
+        activation=_activation(architecture, fields),
         num_draft_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         dtype=_dtype(fields),
         eos_token_ids=fields.ids("eos_token_id"),
@@ -81,7 +81,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(
             f"{where}: hidden_act must be silu for the experts or recurrent layers of "
             f"{architecture.hf_class}, got "
-            f"{fields.get('hidden_activation') or fields.get('hidden_act')!r:.80}"
+            f"{fields.get('hidden_act')!r:.80}"
         )
     return model
 
@@ -187,8 +187,10 @@ def _layer_types(architecture: Architecture, fields: ConfigFields, num_layers: i
     return kinds if checked is None else checked
 
 
-def _activation(fields: ConfigFields) -> str:
-    key = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
+def _activation(architecture: Architecture, fields: ConfigFields) -> str:
+    """The activation of MLPs. Gemma's classes read hidden_activation first, and the others do not read it."""
+    reads_other = "hidden_activation" in architecture.defaults
+    key = "hidden_activation" if reads_other and fields.get("hidden_activation") else "hidden_act"
     activation = fields.get(key) or "silu"
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise CheckpointError(

@@ -373,6 +373,16 @@ def test_a_base_next_to_nested_ropes_counts_where_one_of_them_lacks_it():
     assert found == [expected[kind]["rope_theta"] for kind in (FULL, SLIDING)]
 
 
+def test_only_gemma_reads_hidden_activation():
+    """Regression: other classes took it before hidden_act, which transformers alone reads there."""
+    both = dict(SMALL, hidden_act="silu", hidden_activation="gelu_pytorch_tanh", rope_theta=1e4)
+    found = {
+        name: config_from_json(both | dict(architectures=[name]), "tiny").activation
+        for name in ("Olmo3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM")
+    }
+    assert found == dict(Olmo3ForCausalLM="silu", LlamaForCausalLM="silu", Gemma3ForCausalLM="gelu_tanh")
+
+
 def test_queries_that_grow_take_their_length_from_the_yarn_rope():
     """Regression: a yarn rope without original_max_position_embeddings was refused."""
     rope = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, llama_4_scaling_beta=0.5)
