@@ -8,6 +8,7 @@ import mmap
 import os
 import platform
 import resource
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -254,10 +255,12 @@ def compiled_python(asked: CheckTarget) -> Findings:
         found = "the first start writes it" if missing else "there"
         yield works("compiled Python", found, is_asked=bool(asked.own))
         return
-    folders = " ".join(str(Path(str(spec.origin)).parent) for spec in kept)
+    folders = shlex.join(str(Path(str(spec.origin)).parent) for spec in kept)
     found = f"there is none in {folders}, and a start does not write it"
     means = "Each start compiles the modules that it imports; torch's and Shoal's take 2 seconds."
-    remedy = f"Run once, with the right to write there: {sys.executable} -m compileall -q {folders}"
+    remedy = (
+        f"Run once, with the right to write there: {shlex.quote(sys.executable)} -m compileall -q {folders}"
+    )
     yield limited("compiled Python", found, means, remedy, is_asked=bool(asked.own))
 
 

@@ -16,8 +16,10 @@ def open_device_early(device: str) -> None:
     torch is imported: each takes 0.3 to 0.4 s."""
     if not open_gpu(device):
         return
-    import triton  # It is imported only now, because a CPU run must not pay for it.
-
+    try:
+        import triton  # It is imported only now, because a CPU run must not pay for it.
+    except ImportError:  # The kernels' import raises it again, where a server's engine can report it.
+        return
     _compute_key_early(triton.runtime.cache)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,3 +117,13 @@ def test_a_driver_without_a_gpu_imports_no_triton(seen, monkeypatch, tmp_path, v
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     open_early("auto")
     assert seen == []
+
+
+def test_a_triton_that_cannot_be_imported_is_reported_by_the_kernels(seen, monkeypatch):
+    """Regression: a server's engine ended with a traceback before it could tell the server why."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    open_early("cuda")
+    for thread in threading.enumerate():
+        if thread.name == "shoal-open-gpu":
+            thread.join()
+    assert seen == ["init", "device 0", "context"]
