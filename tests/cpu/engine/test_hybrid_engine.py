@@ -8,6 +8,7 @@ import pytest
 
 from shoal import SamplingParams
 from shoal.api import Request
+from shoal.engine.offload.offloader import Offloader
 from shoal.errors import ConfigError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from tests.family_cores import family_cores, numbers
@@ -122,8 +123,10 @@ def test_an_engine_that_ends_writes_the_states_of_its_last_request(build, tmp_pa
     assert ask(build("qwen3.5", **store), prompt)[1] == 96
 
 
-def test_an_engine_that_ends_writes_more_snapshots_than_its_host_memory_holds(build, tmp_path):
+def test_an_engine_that_ends_writes_more_snapshots_than_its_host_memory_holds(build, tmp_path, monkeypatch):
     """Regression: snapshots on their way to the store pushed each other out of host memory."""
+    # None leaves while the engine runs, when later ones may push earlier ones out before they are written.
+    monkeypatch.setattr(Offloader, "offload", lambda self, idle=False: None)
     runner = build("qwen3.5").ranks.runner
     block, num_parts = runner.cache.plan.block_bytes, runner.states.plan.num_blocks
     store = {"kv_store": f"file://{tmp_path}/store", "kv_load_policy": "always"}
@@ -134,7 +137,7 @@ def test_an_engine_that_ends_writes_more_snapshots_than_its_host_memory_holds(bu
         first.add(Request(str(i), prompt, params))
     while first.has_work:
         first.step()
-    assert first.scheduler.blocks.left_behind
+    assert len(first.scheduler.blocks.left_behind) > len(prompts)
     first.exit()
     other = build("qwen3.5", **store)
     assert [ask(other, prompt)[1] for prompt in prompts] == [96] * len(prompts)
