@@ -250,13 +250,13 @@ def compiled_python(asked: CheckTarget) -> Findings:
     specs = map(importlib.util.find_spec, ("torch", "triton", "shoal"))
     missing = [spec for spec in specs if spec and spec.cached and not Path(spec.cached).exists()]
     writes = not sys.dont_write_bytecode
-    kept = [s for s in missing if not (writes and os.access(nearest(Path(str(s.cached))), os.W_OK))]
-    if not kept:
+    unwritten = [s for s in missing if not (writes and os.access(nearest(Path(str(s.cached))), os.W_OK))]
+    if not unwritten:
         found = "the first start writes it" if missing else "there"
         yield works("compiled Python", found, is_asked=bool(asked.own))
         return
-    folders = shlex.join(str(Path(str(spec.origin)).parent) for spec in kept)
-    found = f"there is none in {folders}, and a start does not write it"
+    folders = shlex.join(str(Path(str(spec.origin)).parent) for spec in unwritten)
+    found = f"{folders}: no compiled files, and a start may not write them"
     means = "Each start compiles the modules that it imports; torch's and Shoal's take 2 seconds."
     remedy = (
         f"Run once, with the right to write there: {shlex.quote(sys.executable)} -m compileall -q {folders}"

@@ -222,7 +222,7 @@ def _skew(url: str, date: str) -> list[Finding]:
         return []
     if abs(skew_s) <= MOST_SKEW_S:
         return []
-    means = "Its log lines and metrics do not sort with those of this machine."
+    means = "Log lines and metrics of the two machines are out of order when they are sorted by time."
     found = f"{skew_s:+.0f} s from this machine's"
     return [limited(f"clock of {url}", found, means, "Run chrony or systemd-timesyncd on both hosts.")]
 

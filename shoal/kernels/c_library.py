@@ -24,7 +24,8 @@ INSTALL = "install a C compiler (apt install gcc libc6-dev, dnf install gcc, apk
 
 
 class BuildError(Exception):
-    """The reason why there is no library, and the remedy. Callers turn it into a warning or an error."""
+    """A library could not be built; the message has the reason and a remedy. Callers warn, or raise an error
+    of their own."""
 
 
 def build(

@@ -92,7 +92,7 @@ class WholeRowSampler:
             most_counted = most if tp.rank == 0 and self.device.type == "cuda" else 0
             counts_KV = torch.zeros(most_counted, head.vocab_size, dtype=torch.int32)
             self.options = RowOptions(fields_RO, addresses_R, tables_RM, history, counts_KV)
-            # The memory that a captured chunk reads and writes. There is no chunk before a step brings one.
+            # A captured chunk reads and writes this memory; -1: no step has brought a chunk yet.
             self.inputs = torch.full((len(WholeRow) * most,), -1, dtype=torch.int32)
             self._no_lists = torch.zeros(0, dtype=torch.int32)
             self.tokens_K = torch.zeros(most, dtype=torch.int32)

@@ -131,7 +131,7 @@ def num_groups(inputs: int, size: int) -> int:
 
 
 def num_groups_or_parts(inputs: int, size: int) -> int:
-    """The last group may be cut short."""
+    """Returns the number of groups, of which the last one may be cut short."""
     return -(-inputs // (size or inputs))
 
 
