@@ -246,14 +246,14 @@ def compiler(asked: CheckTarget) -> Findings:
 
 def compiled_python(asked: CheckTarget) -> Findings:
     """pip writes Python's compiled files beside a package's modules. Where they are missing, a process writes
-    them as it imports, unless it may not."""
+    them as it imports, unless it may not. That only delays a start, so it never limits what was asked for."""
     specs = map(importlib.util.find_spec, ("torch", "triton", "shoal"))
     missing = [spec for spec in specs if spec and spec.cached and not Path(spec.cached).exists()]
     writes = not sys.dont_write_bytecode
     unwritten = [s for s in missing if not (writes and os.access(nearest(Path(str(s.cached))), os.W_OK))]
     if not unwritten:
         found = "the first start writes it" if missing else "there"
-        yield works("compiled Python", found, is_asked=bool(asked.own))
+        yield works("compiled Python", found, is_asked=False)
         return
     folders = shlex.join(str(Path(str(spec.origin)).parent) for spec in unwritten)
     found = f"{folders}: no compiled files, and a start may not write them"
@@ -261,7 +261,7 @@ def compiled_python(asked: CheckTarget) -> Findings:
     remedy = (
         f"Run once, with the right to write there: {shlex.quote(sys.executable)} -m compileall -q {folders}"
     )
-    yield limited("compiled Python", found, means, remedy, is_asked=bool(asked.own))
+    yield limited("compiled Python", found, means, remedy, is_asked=False)
 
 
 def clock(asked: CheckTarget) -> Findings:
