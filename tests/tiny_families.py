@@ -1078,7 +1078,7 @@ def widen(model: torch.nn.Module) -> None:
         elif "embed" in key or "lm_head" in key:
             weight.normal_(0, embedding if "embed" in key or tied else 0.6)
         elif weight.dim() > 1 and weight.is_floating_point():
-            weight.normal_(0, 1.8 / weight.shape[-1] ** 0.5)
+            weight.normal_(0, 1.8 / max(weight.shape[-1], 1) ** 0.5)
     model.tie_weights()
 
 

@@ -37,8 +37,11 @@ class Loading:
         self._awaited = every if names is None else {name: every[name] for name in names}
 
     def take(self, name: str, tensor: Loaded) -> None:
-        """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
+        """Takes one whole checkpoint tensor. Raises CheckpointError for a wrong shape, or for an unknown name
+        unless the tensor is empty."""
         if name not in self._awaited:
+            if 0 in tensor.shape:
+                return
             raise CheckpointError(
                 f"the checkpoint holds {name}, which this {self._model.config.architecture} model does not "
                 "have"

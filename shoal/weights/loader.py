@@ -118,9 +118,9 @@ def check_shapes(files: CheckpointFiles) -> None:
                     f"{list(shape)}; is it another model's file?"
                 )
             del found[name]
-        if found:
+        if unknown := [name for name, shape in found.items() if 0 not in shape]:
             raise CheckpointError(
-                f"the checkpoint holds {min(found)}, which this "
+                f"the checkpoint holds {min(unknown)}, which this "
                 f"{files.config.architecture} model does not have"
             )
     except (CheckpointError, OSError) as error:

@@ -270,7 +270,7 @@ def _read_header(
 
 def _parse_span(offsets: Any, where: str) -> tuple[int, int]:
     """The first byte of a tensor in the data, and its end."""
-    if not _are_counts(offsets, least=0) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}; they must be a start and an end")
     return offsets[0], offsets[1]
 
@@ -284,9 +284,10 @@ def _parse_tensor(fields: Mapping[str, Any], where: str, dtypes: Mapping[str, in
             f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(dtypes)}"
         )
     shape = [1] if shape == [] else shape
+    # transformers writes the shared experts of a model without any as tensors of shape [D, 0].
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
         raise CheckpointError(
-            f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers"
+            f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} integers of at least 0"
         )
     return TensorHeader(dtype, tuple(shape))
 
@@ -300,10 +301,10 @@ def _check_size(header: TensorHeader, num_bytes: int, where: str, dtypes: Mappin
         )
 
 
-def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     if not isinstance(values, list):
         return False
-    return all(type(value) is int and least <= value < 1 << 63 for value in values)
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 @contextmanager

@@ -86,6 +86,21 @@ def test_log_probabilities_and_greedy_tokens_are_the_oracles(name, root):
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-flash", "solar-open", "exaone-moe", "mistral4", "kimi-linear"],
+)
+def test_mixtures_whose_config_says_no_shared_expert_run_without_one(name, root):
+    """Regression: transformers writes such an expert's matrices with shape [D, 0], which were refused."""
+    key = "num_shared_experts" if name == "exaone-moe" else "n_shared_experts"
+    folder = write_family(root, name, **{key: 0})
+    with run(folder) as llm:
+        prompts = prompts_of(name, (40,))
+        assert_greedy(llm.generate(prompts, greedy()), folder)
+        llm.update_weights_from_tensors(load_file(folder / "model.safetensors"))
+        assert_greedy(llm.generate(prompts, greedy()), folder)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         dict(max_num_batched_tokens=11, max_num_seqs=3, async_scheduling=True),  # chunks within a window

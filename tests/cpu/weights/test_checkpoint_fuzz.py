@@ -211,7 +211,7 @@ NORM = "model.norm.weight"
             lambda h: h[NORM].update(dtype="I32"),
             "dtype 'I32', which is not supported; these are: F64, F32, F16, BF16",
         ),
-        (lambda h: h[NORM].update(shape=[1] * 1_000_000), "which is not 1 to 5 positive integers"),
+        (lambda h: h[NORM].update(shape=[1] * 1_000_000), "which is not 1 to 5 integers of at least 0"),
         (lambda h: h[NORM].update(shape=[2**32, 2**32]), "takes 73786976294838206464 bytes"),
         (
             lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 192]),
