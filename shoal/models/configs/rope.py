@@ -113,6 +113,11 @@ def _rope(fields: ConfigFields, own: Mapping[str, Any], head_dim: int, partial: 
     )
     if kind == "llama3":
         return _llama3(rope, theta, original, share)
+    if kind == "yarn" and rope.get("factor") is None and original == max_position:
+        raise CheckpointError(
+            f"{where}: rope yarn must have a factor, or an original_max_position_embeddings other than "
+            f"max_position_embeddings {max_position}, got neither; add one of them"
+        )
     factor = rope.number("factor", max_position / original)
     if kind == "longrope":
         return RopeConfig(

@@ -87,7 +87,16 @@ def test_log_probabilities_and_greedy_tokens_are_the_oracles(name, root):
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-flash", "solar-open", "exaone-moe", "mistral4", "kimi-linear"],
+    [
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe",
+        "glm4-flash",
+        "solar-open",
+        "exaone-moe",
+        "mistral4",
+        "kimi-linear",
+    ],
 )
 def test_mixtures_whose_config_says_no_shared_expert_run_without_one(name, root):
     """Regression: transformers writes such an expert's matrices with shape [D, 0], which were refused."""

@@ -509,7 +509,18 @@ def test_rope_factors_divide_the_frequencies():
         (dict(rope_scaling=dict(rope_type="ntk", factor=2.0)), ("ntk", "yarn")),
         (dict(rope_scaling=dict(rope_type="dynamic")), ("dynamic", "factor")),
         (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ("longrope", "short_factor")),
-        (dict(rope_scaling=dict(type="llama3", factor=2.0)), ("low_freq_factor",)),
+        (dict(rope_scaling=dict(type="llama3", factor=2.0)), ("low_freq_factor is missing; add it",)),
+        (
+            dict(rope_scaling=dict(type="yarn")),
+            ("yarn must have a factor, or an original_max_position_embeddings", "add one of them"),
+        ),
+        (
+            dict(
+                architectures=["Ministral3ForCausalLM"],
+                rope_parameters=dict(rope_type="default", rope_theta=1e6, llama_4_scaling_beta=0.1),
+            ),
+            ("original_max_position_embeddings is missing; add it",),
+        ),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), ("per layer type",)),
         (dict(partial_rotary_factor=0.5), ("partial_rotary_factor",)),
         (dict(quantization_config=dict(quant_method="bitnet")), ("bitnet", "gptq")),
