@@ -15,6 +15,7 @@ import inspect
 import os
 import signal
 import tempfile
+import threading
 import time
 import warnings
 import zlib
@@ -77,11 +78,11 @@ def compiling_ahead() -> Iterator[list[str]]:
 
         def forget_compiled() -> None:
             """Later launches find on disk what other processes have compiled."""
-            for kernels, *_ in (cache for function in met for cache in function.device_caches.values()):
-                for key in [
-                    key for key, kernel in kernels.items() if isinstance(kernel, triton.FutureKernel)
-                ]:
-                    del kernels[key]
+            for kernels, *_ in [cache for function in met for cache in [*function.device_caches.values()]]:
+                # Another thread may launch, and so add to the cache.
+                for key, kernel in [*kernels.items()]:
+                    if isinstance(kernel, triton.FutureKernel):
+                        del kernels[key]
 
         patched.enter_context(launches_replaced(compiling))
         patched.enter_context(only_prepared())
@@ -92,9 +93,24 @@ def compiling_ahead() -> Iterator[list[str]]:
         yield compiled
 
 
+class _Compiled(Future[Any]):
+    """A kernel that a process compiles. To another thread, which launches it meanwhile, the result is the
+    kernel itself: another engine may run while this thread starts one."""
+
+    def __init__(self, compile_kernel: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compile_kernel, self._thread = compile_kernel, threading.get_ident()
+
+    def result(self, timeout: float | None = None) -> Any:
+        if threading.get_ident() == self._thread:
+            return super().result(timeout)
+        return self._compile_kernel()  # from disk, if the process has ended
+
+
 class Compilers:
     """An executor that compiles each kernel and its launcher in a forked process, `most` at once, and gives
-    all futures a ChildProcessError, since the result is on disk. Its context ends when the processes have.
+    this thread a ChildProcessError for each, since the result is on disk. Its context ends when the processes
+    have.
 
     A fork has all imported modules at once, for which a new interpreter needs seconds. It has this thread
     alone, so a compiler in it must take no lock that another thread may hold. It must never touch the GPU:
@@ -110,7 +126,7 @@ class Compilers:
         while len(self._running) >= self._most:
             self._reap()
         self.num_kernels += 1
-        future: Future[Any] = Future()
+        future = _Compiled(compile_kernel)
         try:
             process = _fork()
         except OSError as error:  # No process or memory is left; the kernel is compiled when it is launched.

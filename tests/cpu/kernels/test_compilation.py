@@ -61,6 +61,11 @@ def test_another_threads_launches_run(seen):
     assert LAUNCH_REFUSED in seen["another thread"]
 
 
+def test_another_thread_launches_a_kernel_that_a_process_compiles(seen):
+    """Regression: an engine that ran beside a start got the ChildProcessError of the start's compiler."""
+    assert LAUNCH_REFUSED in seen["another thread, in a process"]
+
+
 def test_launches_run_again_afterwards(seen):
     assert LAUNCH_REFUSED in seen["afterwards"]
 
@@ -97,7 +102,7 @@ def test_with_a_triton_that_can_do_less_launches_run(seen):
 
 
 def _observe() -> dict[str, object]:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     from triton.runtime._async_compile import active_mode
     from triton_compile import _NoDriver
@@ -141,6 +146,15 @@ def _observe() -> dict[str, object]:
     with ThreadPoolExecutor(1) as pool, compiling_ahead():
         seen["only prepared"] = is_only_prepared(), pool.submit(is_only_prepared).result()
         seen["another thread"] = pool.submit(error_of, launch).result()
+    double.device_caches.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with compiling_ahead() as compiled:
+            launch(2048)
+            launch(32768)
+            assert compiled == ["double"] * 2
+            launched = pool.submit(error_of, launch, 32768)
+            wait([launched], timeout=10)
+        seen["another thread, in a process"] = launched.result()
     seen["afterwards"] = error_of(launch)
     seen["wrong, first"] = error_of(ahead, lambda: wrong[(1,)](x, SIZE=5))
     seen["wrong, in a process"] = error_of(ahead, lambda: launch(64), lambda: wrong[(1,)](x, SIZE=4))
