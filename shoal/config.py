@@ -870,6 +870,7 @@ class ServerConfig:
         section="tools and templates",
         choices=(
             "auto",
+            "cohere_command3",
             "deepseek_v3",
             "deepseek_v31",
             "deepseek_v32",
@@ -890,9 +891,11 @@ class ServerConfig:
             "mistral",
             "muse_glimmer",
             "nemotron_json",
+            "olmo3",
             "openai",
             "phi4_mini_json",
             "qwen3_coder",
+            "seed_oss",
             "none",
         ),
     )
@@ -901,6 +904,7 @@ class ServerConfig:
         'format of reasoning in the model\'s text; "auto": by the chat template',
         choices=(
             "auto",
+            "cohere_command3",
             "gemma4",
             "granite",
             "hy_v3",
@@ -908,6 +912,7 @@ class ServerConfig:
             "muse_glimmer",
             "openai_gptoss",
             "qwen3",
+            "seed_oss",
             "none",
         ),
     )

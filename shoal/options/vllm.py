@@ -159,6 +159,7 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
         "tool_call_parser",
         words={
             "": None,
+            "cohere_command4": "cohere_command3",
             "glm47": "glm45",
             "granite4": "hermes",
             "llama4_json": "llama3_json",
@@ -340,7 +341,10 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("mamba_backend", OWN_KERNELS),
     *_idle("mamba_cache_philox_rounds", ROUNDED_TO_NEAREST),
     *_idle("enable_mamba_cache_stochastic_rounding", ROUNDED_TO_NEAREST, "flag"),
-    _same("reasoning_parser", words={"": None, **dict.fromkeys(THINK_PARSERS, "qwen3")}),
+    _same(
+        "reasoning_parser",
+        words={"": None, "cohere_command4": "cohere_command3", **dict.fromkeys(THINK_PARSERS, "qwen3")},
+    ),
     *_refused("reasoning_parser_plugin", ("",), "", NO_PLUGINS),
     *_idle(
         "distributed_executor_backend",

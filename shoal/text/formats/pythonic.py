@@ -38,33 +38,38 @@ def read_calls(reader: Reader, *, is_known: bool) -> Steps:
     """Reads a list of calls. is_known: they are calls only if the request has the tools."""
     yield from reader.expect("[")
     while True:
-        yield from reader.next()
-        name = yield from reader.matching(NAME)
-        if not (reader.knows if is_known else reader.accepts)(name):
-            raise Malformed
-        yield from reader.expect("(")
-        has_begun = False
-        while not (yield from reader.one_of(")")):
-            if has_begun:
-                yield from reader.expect(",")
-                if (yield from reader.one_of(")")):
-                    break
-            yield from reader.next()
-            key = yield from reader.matching(KEY)
-            yield from reader.expect("=")
-            if not key:
-                raise Malformed
-            if not has_begun:
-                reader.begin(name)
-                has_begun = True
-            reader.add_key(json.dumps(key, ensure_ascii=False))
-            yield from _value(reader, 0)
-        if not has_begun:
-            reader.begin(name)
-        reader.end_arguments()
+        yield from read_call(reader, is_known=is_known)
         if (yield from reader.expect(",]")) == "]" or (yield from reader.one_of("]")):
             return
         reader.next_call()
+
+
+def read_call(reader: Reader, *, is_known: bool = False) -> Steps:
+    """Reads name(key=value, ...)."""
+    yield from reader.next()
+    name = yield from reader.matching(NAME)
+    if not (reader.knows if is_known else reader.accepts)(name):
+        raise Malformed
+    yield from reader.expect("(")
+    has_begun = False
+    while not (yield from reader.one_of(")")):
+        if has_begun:
+            yield from reader.expect(",")
+            if (yield from reader.one_of(")")):
+                break
+        yield from reader.next()
+        key = yield from reader.matching(KEY)
+        yield from reader.expect("=")
+        if not key:
+            raise Malformed
+        if not has_begun:
+            reader.begin(name)
+            has_begun = True
+        reader.add_key(json.dumps(key, ensure_ascii=False))
+        yield from _value(reader, 0)
+    if not has_begun:
+        reader.begin(name)
+    reader.end_arguments()
 
 
 def _value(reader: Reader, depth: int) -> Steps:

@@ -19,9 +19,10 @@ END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 
 class Qwen3Coder(Hermes):
     name = "qwen3_coder"
-    signs = ((FUNCTION, PARAMETER),)
-    openings = ("<tool_call>", FUNCTION)
-    syntaxes = (
+    signs: tuple[tuple[str, ...], ...] = ((FUNCTION, PARAMETER),)
+    openings: tuple[str, ...] = ("<tool_call>", FUNCTION)
+    trims_line = True  # a line break on each side of a value is not part of it
+    syntaxes: tuple[CallSyntax, ...] = (
         CallSyntax(
             f"<tool_call>\n{FUNCTION}",
             ">\n",
@@ -36,7 +37,7 @@ class Qwen3Coder(Hermes):
         if mark == FUNCTION:
             is_known = not reader.is_closing  # as no <tool_call> precedes it
         else:
-            while (yield from reader.one_of("<tool_call>")):  # some models write it twice
+            while (yield from reader.one_of(self.openings[0])):  # some models write it twice
                 pass
             if (yield from reader.next()) == "{":
                 yield from super().calls(reader, mark)
@@ -53,7 +54,7 @@ class Qwen3Coder(Hermes):
             if not has_begun:
                 reader.begin(name)
                 has_begun = True
-            yield from read_argument(reader, name, key, END_OF_PARAMETER, trims_line=True)
+            yield from read_argument(reader, name, key, END_OF_PARAMETER, trims_line=self.trims_line)
         if not tag:
             reader.check_cut(PARAMETER, END_OF_FUNCTION)
         if not has_begun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from shoal.text.formats.cohere import CohereCommand
 from shoal.text.formats.deepseek import DeepSeekV3, DeepSeekV31
 from shoal.text.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
 from shoal.text.formats.gemma4 import FunctionGemma, Gemma4
@@ -21,9 +22,11 @@ from shoal.text.formats.minimax_m2 import MiniMaxM2
 from shoal.text.formats.mistral import Mistral
 from shoal.text.formats.muse import Muse
 from shoal.text.formats.nemotron_nano import NemotronNano
+from shoal.text.formats.olmo3 import Olmo3
 from shoal.text.formats.phi4_mini import Phi4Mini
 from shoal.text.formats.pythonic import Llama4Pythonic
 from shoal.text.formats.qwen3_coder import Qwen3Coder
+from shoal.text.formats.seed_oss import SeedOss
 from shoal.text.reading.chat_format import ChatFormat, PlainFormat
 from shoal.text.reading.messages import Messages
 from shoal.text.reading.thoughts import THOUGHTS, Thoughts
@@ -42,11 +45,14 @@ FORMATS: tuple[ChatFormat, ...] = (
     MiniMaxM2(),
     HyV3(),
     Glm45(),
+    SeedOss(),
     Qwen3Coder(),
     Mistral(),
     Lfm2(),
+    Olmo3(),
     Phi4Mini(),
     Llama4Pythonic(),
+    CohereCommand(),
     Granite(),
     NemotronNano(),
     InternLM(),

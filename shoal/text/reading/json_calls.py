@@ -98,9 +98,11 @@ def read_object(reader: Reader, name: str, call_id: str = "", end: str = "") -> 
     reader.complete()
 
 
-def read_call(reader: Reader, *, is_known: bool = False, is_strict: bool = False) -> Steps:
+def read_call(
+    reader: Reader, *, is_known: bool = False, is_strict: bool = False, name_key: str = "name"
+) -> Steps:
     """Reads {"name": ..., "arguments": {...}}. is_known: it is a call only if the request has the tool.
-    is_strict: without other keys."""
+    is_strict: without other keys. name_key: the key of the tool's name."""
     reader.next_call()
     accepts = reader.knows if is_known else reader.accepts
     name, has_arguments = "", False
@@ -108,7 +110,7 @@ def read_call(reader: Reader, *, is_known: bool = False, is_strict: bool = False
     while True:
         key = yield from read_string(reader)
         yield from reader.expect(":")
-        if key == "name" and not name:
+        if key == name_key and not name:
             name = yield from read_string(reader)
             if not accepts(name):
                 raise Malformed
@@ -155,11 +157,13 @@ def _arguments(reader: Reader, name: str) -> Steps:
         reader.complete()
 
 
-def read_list(reader: Reader, *, is_known: bool = False, is_strict: bool = False) -> Steps:
-    """Reads [{"name": ...}, ...]."""
+def read_list(
+    reader: Reader, *, is_known: bool = False, is_strict: bool = False, name_key: str = "name"
+) -> Steps:
+    """Reads [{"name": ...}, ...]. See read_call."""
     yield from reader.expect("[")
     while True:
-        yield from read_call(reader, is_known=is_known, is_strict=is_strict)
+        yield from read_call(reader, is_known=is_known, is_strict=is_strict, name_key=name_key)
         if (yield from reader.expect(",]")) == "]":
             return
 

@@ -13,7 +13,7 @@ from shoal.text.reading.marks import SPACE
 MARK = (
     r"(?:<\|[^<>|\n]{1,40}\|?>|<[^<>|\n]{1,40}\|>|<｜[^<>\n]{1,40}｜>|\[/?[A-Z_]{4,20}\]|\]~b\]|\[e~\[|</?s>"
 )
-MARK += r"|<(?:start|end)_of_turn>|<(?:user|assistant|system|tool)>)"
+MARK += r"|<(?:start|end)_of_turn>|<seed:[be]os>|<(?:user|assistant|system|tool)>)"
 TURN_MARK = re.compile(MARK)
 HEAD = re.compile(rf"{MARK}\s*\w{{0,16}}\s*(?:<think>\s*</think>\s*)?\Z")
 HEAD_LENGTH = 200  # characters of a prompt in which a head is searched
@@ -88,9 +88,27 @@ TO_SELF = Thoughts(
     turn="<|start|>assistant",
     words="<|start|>assistant to=user<|message|>",
 )
+COHERE = Thoughts(
+    "cohere_command3",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    ("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    anywhere=True,
+)
+SEED = Thoughts("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",))
 THINK_OPEN_SOURCE = Thoughts("hy_v3", "<think:opensource>", "</think:opensource>", (":opensource",))
 SENTENCES = Thoughts(
     "granite", "Here is my thought process:", "Here is my response:", ("Here is my thought process",)
 )
 # In this order, as templates of the first ones may speak of <think>.
-THOUGHTS: tuple[Thoughts, ...] = (HARMONY, TO_SELF, CHANNEL, BRACKETS, THINK_OPEN_SOURCE, SENTENCES, THINK)
+THOUGHTS: tuple[Thoughts, ...] = (
+    HARMONY,
+    TO_SELF,
+    CHANNEL,
+    BRACKETS,
+    COHERE,
+    SEED,
+    THINK_OPEN_SOURCE,
+    SENTENCES,
+    THINK,
+)

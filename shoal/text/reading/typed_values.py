@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from typing import Any
@@ -85,7 +86,7 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     try:
         value = json.loads(bare, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return json.dumps(text if (found := _literal(bare, kinds)) is None else found, ensure_ascii=False)
     own = KINDS[type(value)]
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         own = ("integer", "number")
@@ -99,6 +100,19 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     if not fits:
         return json.dumps(text, ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False) if "\n" in bare or "\t" in bare else bare
+
+
+def _literal(text: str, kinds: frozenset[str]) -> Any:
+    """Returns the list or object that the text writes as Python does; None for anything else, and where the
+    schema allows a string."""
+    if not kinds or "string" in kinds:
+        return None
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) and kinds & set(KINDS[type(value)]) else None
 
 
 def _refuse(word: str) -> Any:

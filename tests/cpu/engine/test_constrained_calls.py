@@ -84,6 +84,7 @@ MARKS = (
     "<think>", "</think>", "[THINK]", "[/THINK]", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>',
     "<minimax:tool_call>", "</minimax:tool_call>", "<|im_start|>", "<|channel>", "<channel|>", "<|eom|>",
     "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|tool_call|>",
+    "<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>",
 )  # fmt: skip
 FORMATS_CHECKED = jsonschema.FormatChecker(["date", "ipv4"])
 CONSTRAINED = [form for form in FORMATS if form.syntaxes]

@@ -126,6 +126,11 @@ def qwen(name: str, arguments: dict) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def seed(name: str, arguments: dict) -> str:
+    inner = "".join(f"<parameter={k}>{v}</parameter>\n" for k, v in arguments.items())
+    return f"<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
+
+
 def glm(between: str) -> Callable[..., str]:
     def write(name: str, arguments: dict) -> str:
         pairs = [
@@ -185,6 +190,19 @@ def python(calls: list[Call]) -> str:
         + ", ".join(f"{n}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for n, arguments in calls)
         + "]"
     )
+
+
+def cohere(calls: list[Call]) -> str:
+    made = [
+        dumped({"tool_call_id": str(i), "tool_name": n, "parameters": a}) for i, (n, a) in enumerate(calls)
+    ]
+    inner = ",\n    ".join(made)
+    return f"<|START_ACTION|>[\n    {inner}\n]<|END_ACTION|>"
+
+
+def olmo(calls: list[Call]) -> str:
+    lines = "\n".join(python([call])[1:-1] for call in calls)
+    return f"<function_calls>{lines}</function_calls>"
 
 
 def kimi(calls: list[Call]) -> str:
@@ -272,6 +290,20 @@ FAMILIES = {
             ),
         },
         signs="<tool_call><function=f><parameter=k></tool_call><think>",
+    ),
+    "Seed-OSS": Family(
+        "seed_oss",
+        joined(seed),
+        "seed_oss",
+        think="<seed:think>{}</seed:think>{}".format,
+        broken={"no function": "<seed:tool_call>\nzebra\n</seed:tool_call>\ncrossing"},
+        more={
+            "values in JSON": Case(
+                seed("search", {"tags": '["a"]', "filter": '{"x": null}', "exact": "true"}),
+                calls=[("search", {"tags": ["a"], "filter": {"x": None}, "exact": True})],
+            )
+        },
+        signs="<seed:tool_call><function=f><parameter=k><seed:think>",
     ),
     "GLM 4.5": Family(
         "glm45",
@@ -509,6 +541,21 @@ FAMILIES = {
         },
         signs="<|tool_call_start|><think>",
     ),
+    "OLMo 3": Family(
+        "olmo3",
+        olmo,
+        "qwen3",
+        opens=True,
+        think=closed,
+        broken={"no Python": "<function_calls>zebra</function_calls>crossing"},
+        more={
+            "words of JSON": Case(
+                '<function_calls>\nsearch(query="a", exact=true, after=null)\n</function_calls>',
+                calls=[("search", {"query": "a", "exact": True, "after": None})],
+            )
+        },
+        signs="<function_calls><think>",
+    ),
     "Phi-4-mini": Family(
         "phi4_mini_json",
         as_list("functools"),
@@ -516,6 +563,16 @@ FAMILIES = {
         broken={"no list": "functools[zebra crossing]"},
         more={"a word": Case("Use functools.", "Use functools.")},
         signs="functools[",
+    ),
+    "Command R7B, Command A": Family(
+        "cohere_command3",
+        cohere,
+        "cohere_command3",
+        say="<|START_RESPONSE|>{}<|END_RESPONSE|>".format,
+        lead="<|START_RESPONSE|>{}<|END_RESPONSE|>{}".format,
+        think="<|START_THINKING|>{}<|END_THINKING|>{}".format,
+        broken={"no list": "<|START_ACTION|>zebra<|END_ACTION|>crossing"},
+        signs="<|START_THINKING|><|START_ACTION|>[<|START_RESPONSE|>",
     ),
     "Granite 3": Family(
         "granite",

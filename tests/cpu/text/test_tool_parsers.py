@@ -12,7 +12,7 @@ from shoal.text.formats.registry import BY_NAME, PLAIN
 from shoal.text.reading.enforced import ListedCalls, NamedCall
 from shoal.text.reading.parts import CallDelta
 from shoal.text.reading.reader import Expected, Reader
-from shoal.text.reading.thoughts import THINK, Start
+from shoal.text.reading.thoughts import SEED, THINK, Start
 
 LLAMAS = Expected({"f": {}, "get_weather": {}})
 
@@ -378,6 +378,11 @@ def test_a_prompt_that_ends_with_half_a_thought_is_known(head):
     assert not goes_on(f"{head}What is <think> and why")
     assert not goes_on(f"<|im_start|>user\n<think> is what?<|im_end|>\n{head}")
     assert not goes_on(f"<user><think> is what?{head}")
+
+
+def test_the_thought_that_a_prompt_of_seed_oss_begins_is_continued():
+    prompt = "<seed:bos>user\nHi<seed:eos><seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"
+    assert SEED.start_of(prompt) is Start.AMID
 
 
 def test_half_a_thought_goes_on_to_the_letter():
