@@ -157,6 +157,11 @@ def test_pre_tokenizers_that_differ_are_told_apart():
         ("superbpe", "two words 1234", 3),
         ("afmoe", "12345", 2),
         ("laguna", " a\n b", 3),
+        # Regression: the file held characters in another normal form of Unicode. The name deepseek-llm ended
+        # the start with an error about an empty range, and afmoe took more letters for Chinese.
+        ("deepseek-llm", "Ab Éλ", 2),
+        ("afmoe", "ab\ua000\ua001", 1),
+        ("afmoe", "ab\uf900", 2),
     ],
 )
 def test_words_with_marks_and_chinese_are_cut_as_published(pre, text, parts):
