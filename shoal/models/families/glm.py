@@ -52,6 +52,8 @@ GLM4 = replace(
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
         },
+        # llama.cpp's converter puts rows of q and k in halves then
+        refused={"rope.dimension_sections": "GLM-4.1V or GLM-OCR"},
     ),
 )
 GLM4V = replace(

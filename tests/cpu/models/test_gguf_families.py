@@ -84,6 +84,20 @@ def test_a_file_of_glm_4_is_its_checkpoint(name, architecture, root, tmp_path):
     assert_equal_to(folder, tmp_path / "m.gguf")
 
 
+def test_a_file_of_glm_4_with_sections_of_its_rope_is_refused(root, tmp_path):
+    """Regression: rows of q and k of such a file are in another order, and it was read as GLM-4."""
+
+    def add_glm(writer: gguf.GGUFWriter, config: dict) -> None:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
+
+    gguf_files.write(tmp_path / "m.gguf", write_family(root, "glm4"), "glm4", add_glm)
+    header = read_header(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"rope.dimension_sections \[1, 1, 0, 0\] \(GLM-4.1V"):
+        config_from_gguf(header.metadata, header.shapes, "m.gguf")
+
+
 def test_a_file_of_arcee_is_its_checkpoint(root, tmp_path):
     folder = write_family(root, "arcee", attention_bias=False, mlp_bias=False)
 
