@@ -201,6 +201,8 @@ GEMMA4 = "gemma4"
 GEMMA4_END_TOKENS = ("<eos>", "<turn|>", "<|tool_response>")
 # Harmony's messages end with "<|end|>", and its answers with one of these.
 HARMONY_END_TOKENS = frozenset({"<|return|>", "<|call|>"})
+# Special tokens of Phi-3 and 3.5 take the white space after them, but for these. No metadata says it.
+PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -241,12 +243,13 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
             f"tokenizer.ggml.model must be 'gpt2', 'llama' or 'gemma4', got {kind!r:.80}; {WAY_OUT}"
         )
     added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
-    backend.add_special_tokens(
-        [AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED]
-    )
-    backend.add_tokens(
-        [AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED]
-    )
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    tokens_of: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, of in added.items():
+        rstrip = is_phi3 and token not in PHI3_UNSTRIPPED
+        tokens_of[of is not TokenType.USER_DEFINED].append(AddedToken(token, normalized=False, rstrip=rstrip))
+    backend.add_special_tokens(tokens_of[True])
+    backend.add_tokens(tokens_of[False])
     names = special_tokens(metadata)
     _set_ends(
         backend,

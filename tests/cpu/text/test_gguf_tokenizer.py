@@ -411,6 +411,18 @@ def test_sentencepiece_special_tokens_are_matched_and_a_text_begins_with_one():
     ) == [*the, 2]
 
 
+def test_special_tokens_of_phi_3_take_the_white_space_after_them():
+    """Regression: each line break of its chat template became tokens, which transformers and llama.cpp leave out."""
+    special = ("<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>")
+    metadata = texts.sentencepiece_metadata(control=special)
+    tokenizer = Tokenizer.from_gguf({**metadata, "general.architecture": "phi3"})
+    user, end, assistant, last = tokenizer.convert_tokens_to_ids(list(special))
+    the, line = (tokenizer.encode(text, add_special_tokens=False) for text in ("the", "\n"))
+    chat = "<|user|>\nthe<|end|> \n<|assistant|>\nthe<|endoftext|>\n"
+    assert tokenizer.encode(chat) == [1, user, *the, end, assistant, *the, last, *line]
+    assert len(Tokenizer.from_gguf(metadata).encode(chat)) > len(tokenizer.encode(chat))
+
+
 def test_named_chat_templates_of_a_file_are_used():
     """Regression: tokenizer.chat_template.tool_use was passed over."""
     metadata = {
