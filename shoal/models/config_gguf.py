@@ -259,11 +259,13 @@ def _gguf_layer_types(values: Mapping[str, Any]) -> dict[str, Any]:
 def _gguf_rope(
     values: Mapping[str, Any], longrope: tuple[tuple[float, ...], tuple[float, ...]], where: str
 ) -> dict[str, Any]:
-    """llama.cpp's rope keys as rope_parameters."""
+    """llama.cpp's rope keys as rope_parameters. A factor without a type is linear; files of 2023 name
+    it rope.scale_linear."""
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
     rope = {
         "rope_theta": values.get("rope.freq_base"),
-        "rope_type": values.get("rope.scaling.type", "none"),
-        "factor": values.get("rope.scaling.factor"),
+        "rope_type": values.get("rope.scaling.type", "none" if factor is None else "linear"),
+        "factor": factor,
         "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
         "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": values.get("rope.scaling.yarn_beta_slow"),

@@ -633,6 +633,16 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
         )
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_gguf_rope_with_a_factor_alone_is_linear(key):
+    """Regression: without rope.scaling.type the factor was left out. llama.cpp takes it for a linear one, and
+    reads the older key."""
+    config = config_from_gguf(LLAMA_METADATA | {f"llama.{key}": 4.0}, SHAPES, "m.gguf")
+    rope = dict(rope_type="linear", factor=4.0, rope_theta=500000.0)
+    same = dict(SIZES | dict(head_dim=16, max_position_embeddings=8192, rope_parameters=rope))
+    assert_same_rope(config, transformers.LlamaConfig(**same))
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
