@@ -3,6 +3,7 @@ the end of reasoning appended, so that any engine can do it; its outputs are tho
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,14 @@ from shoal.text.request_builder import copy_params
 from shoal.text.tokenizer import Tokenizer
 
 SPACE = b" \t\r\n"
+MOST_OF_CHARACTER = 3  # tokens that may complete a character
 CERTAIN = 0.0  # the log-probability of a token that nothing else could be
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The most tokens of reasoning in an answer, and the marks around it.
+    """The most tokens of reasoning in an answer, and the marks around it. Up to three more complete a
+    character.
 
     start: the place where the answer begins. end_ids: the tokens that end reasoning.
     """
@@ -126,8 +129,11 @@ class ThoughtCounter:
 
     @property
     def is_spent(self) -> bool:
-        """True if reasoning must end now."""
-        return self._is_inside and self._left <= 0
+        """True if reasoning must end now. A character that has begun may first become whole, as a grammar
+        allows no mark within one."""
+        if not self._is_inside or self._left > 0:
+            return False
+        return self._left <= -MOST_OF_CHARACTER or not _ends_within_character(self._text)
 
     def push(self, token_ids: Sequence[int]) -> int:
         """Counts further tokens. Returns how many of them are within the budget; the others are not
@@ -165,6 +171,12 @@ class ThoughtCounter:
         if at >= 0:
             self._text = self._text[at + len(self._open) :]
             self._is_inside = True
+
+
+def _ends_within_character(text: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text[-MOST_OF_CHARACTER:])
+    return decoder.getstate()[0] != b""
 
 
 def _cut(output: Output, count: int) -> Output:

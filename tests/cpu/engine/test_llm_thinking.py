@@ -6,11 +6,13 @@ from shoal import SamplingParams
 from shoal.errors import RequestError
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if enable_thinking is false %}</think>{% endif %}"
+ASCII = [*range(94)]  # whole characters, which a budget does not have to complete
 TEXTS = ["Hello.<think>", "A longer question, then?<think>", "x<think>"]
 
 
 def params(**more):
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | more)
+    usual = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "allowed_token_ids": ASCII}
+    return SamplingParams(**usual | more)
 
 
 @pytest.fixture

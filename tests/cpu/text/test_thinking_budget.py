@@ -13,7 +13,7 @@ from shoal.server.apis.tools import AnswerFormat, ToolPlan, whole
 from shoal.text.formats.registry import BY_NAME, FORMATS
 from shoal.text.reading.thoughts import THOUGHTS as MARKS
 from shoal.text.reading.thoughts import Start, Thoughts
-from shoal.text.thinking_budget import ThinkingBudget
+from shoal.text.thinking_budget import ThinkingBudget, ThoughtCounter
 
 THINK = Thoughts("qwen3", "<think>", "</think>", ())
 ANYWHERE = Thoughts("gemma4", "<think>", "</think>", (), anywhere=True)
@@ -86,6 +86,17 @@ def test_reasoning_ends_after_the_tokens_of_the_budget(limit, opens):
             assert [request.request_id for request in engine.requests][-1] == "r-1"
         assert outputs[-1].finish_reason is FinishReason.STOP
         assert engine.num_closed == len(engine.requests)
+
+
+@pytest.mark.parametrize("limit, thoughts", [*zip(range(1, 10), ["é"] * 2 + ["é日"] * 3 + ["é日😀"] * 4)])
+def test_a_budget_does_not_end_within_a_character(limit, thoughts):
+    """Regression: a grammar refused the end of reasoning after half a character, so the answer was an error."""
+    assert run(Engine("<think>é日😀!", "Yes."), limit)[0] == f"<think>{thoughts}</think>Yes."
+
+
+def test_a_model_that_begins_characters_without_end_has_three_more_tokens():
+    counter = ThoughtCounter(ThinkingBudget(5, THINK, Start.INSIDE, (CLOSE,), BYTES))
+    assert counter.push([0xE6] * 20) == 8 and counter.is_spent
 
 
 def test_an_answer_without_reasoning_is_left_alone():
