@@ -46,6 +46,15 @@ LINGER_SECONDS = 2.0  # for a client that is still sending to read its refusal
 ON_LEAVE = "shoal.on_leave"
 
 
+def without_line_separators(events: bytes) -> bytes:
+    """Returns the JSON of a stream with U+0085, U+2028 and U+2029 escaped. Many clients, such as those on
+    httpx, split lines there too."""
+    if not events.isascii():
+        for char in "\x85\u2028\u2029":
+            events = events.replace(char.encode(), b"\\u%04x" % ord(char))
+    return events
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """The form of errors and streams in one of the APIs that this server has."""
@@ -330,13 +339,15 @@ class Exchange:
             self._last += events
             return
         await self._begin_stream()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        body = without_line_separators(events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, events: bytes = DONE) -> None:
         """Sends the last part of a stream. Begins it, if nothing was sent yet."""
         await self._begin_stream()
         self._end()
-        await self._send({"type": "http.response.body", "body": self._last + events})
+        body = without_line_separators(self._last + events)
+        await self._send({"type": "http.response.body", "body": body})
 
     async def _begin_stream(self) -> None:
         if self.status is None:

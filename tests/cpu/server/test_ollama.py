@@ -39,6 +39,18 @@ def stream(served, path, body):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_no_character_of_an_answer_ends_a_line_of_its_stream(served, path):
+    """Regression: clients that split lines as str.splitlines does, such as httpx, could not read U+2028 or U+0085."""
+    served.say(said := "a\u2028b\u2029c\x85d\x1ee\x0bf")
+    given = {"input": "Hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 50}
+    _, _, text = served.request(path, {**given, "stream": True})
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if not line.startswith("event: ")]
+    found = json.dumps([json.loads(line) for line in lines if line not in ("", "[DONE]")])
+    assert all(json.dumps(char) in found for char in said)
+    served.say("Good day.")
+
+
 def chat(served, **options):
     return served.json("/api/chat", {"messages": [USER], "stream": False, **options})[1]
 
