@@ -875,6 +875,7 @@ class ServerConfig:
             "deepseek_v31",
             "deepseek_v32",
             "deepseek_v4",
+            "ernie45",
             "functiongemma",
             "gemma4",
             "glm45",

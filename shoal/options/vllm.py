@@ -45,6 +45,7 @@ THINK_PARSERS = (
     "deepseek_r1",
     "deepseek_v3",
     "deepseek_v4",
+    "ernie45",
     "glm45",
     "glm47",
     "holo2",

@@ -15,6 +15,7 @@ class Granite(ChatFormat):
     signs = (("<|tool_call|>",),)
     openings = ("<|tool_call|>", "<tool_call>")
     closing = "<|/tool_call|>"
+    silent = ("<response>", "</response>")  # Granite 3.3 with thinking on
     json_call = JsonCall("<|tool_call|>[", "]")
     syntaxes = (json_syntax("<|tool_call|>[", "]", ", "),)
     bare = bare_json(r"\[" + GAP, "arguments")

@@ -24,3 +24,11 @@ class Hermes(ChatFormat):
     def calls(self, reader: Reader, mark: str) -> Steps:
         yield from read_call(reader)
         yield from skip_rest(reader)
+
+
+class Ernie45(Hermes):
+    """ERNIE 4.5's thinking models write words within <response>."""
+
+    name = "ernie45"
+    signs = (("<response>",),)
+    silent = ("<response>", "</response>")

@@ -12,7 +12,7 @@ from shoal.text.formats.gemma4 import FunctionGemma, Gemma4
 from shoal.text.formats.glm45 import Glm45
 from shoal.text.formats.granite import Granite
 from shoal.text.formats.harmony import Harmony
-from shoal.text.formats.hermes import Hermes
+from shoal.text.formats.hermes import Ernie45, Hermes
 from shoal.text.formats.hunyuan import HunyuanA13B, HyV3
 from shoal.text.formats.internlm import InternLM
 from shoal.text.formats.kimi_k2 import KimiK2
@@ -57,6 +57,7 @@ FORMATS: tuple[ChatFormat, ...] = (
     NemotronNano(),
     InternLM(),
     HunyuanA13B(),
+    Ernie45(),
     Hermes(),
     Llama3Json(),
 )

@@ -267,6 +267,17 @@ FAMILIES = {
         },
         signs="<tool_call>{}</tool_call><think>",
     ),
+    "ERNIE 4.5, thinking": Family(
+        "ernie45",
+        joined(hermes),
+        "qwen3",
+        say="<response>\n{}\n</response>\n".format,
+        lead="<response>\n{}\n</response>\n{}".format,
+        opens=True,
+        think=lambda thoughts, rest: f"{thoughts}\n</think>\n\n\n{rest}",
+        broken={"no JSON": "<tool_call>\nzebra\n</tool_call> crossing"},
+        signs="<tool_call>{}</tool_call><response></response><think>",
+    ),
     "Qwen3.5, Nemotron 3": Family(
         "qwen3_coder",
         joined(qwen),
@@ -581,7 +592,10 @@ FAMILIES = {
         think="Here is my thought process: {}\nHere is my response: {}".format,
         after=False,
         broken={"no list": "<|tool_call|>zebra crossing"},
-        more={"no mark": Case(as_list("")([PARIS]), calls=[PARIS])},
+        more={
+            "no mark": Case(as_list("")([PARIS]), calls=[PARIS]),
+            "words of Granite 3.3": Case("<response>\nHi.\n</response>", "Hi."),
+        },
         signs="<|tool_call|> Here is my thought process: ... Here is my response:",
     ),
     "Nemotron Nano 2": Family(
