@@ -194,7 +194,16 @@ PRE_TOKENIZERS = {
 # A chat model ends a turn with one of these tokens and a document with another. A file names only one of them
 # as end of text.
 END_TOKENS = frozenset(
-    {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<eos>",
+        "<|observation|>",  # GLM's answer with calls
+    }
 )
 GEMMA4 = "gemma4"
 # Its answers end with one of these, which files may list as ordinary tokens.

@@ -293,6 +293,14 @@ def test_all_end_of_text_ids_are_found():
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
 
 
+@pytest.mark.parametrize("named, other", [("<end_of_turn>", "<eos>"), ("<|user|>", "<|observation|>")])
+def test_ends_of_gemma_3_and_glm_4_that_a_file_leaves_out_are_found(named, other):
+    """Regression: generation_config.json has both ids, and a file that names the first had the first alone."""
+    size = len(texts.byte_level_vocabulary()[0])
+    metadata = texts.byte_level_metadata("llama-bpe", control=(named, other), eos_token_id=size)
+    assert Tokenizer.from_gguf(metadata).eos_token_ids == (size, size + 1)
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
