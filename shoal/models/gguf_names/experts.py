@@ -26,7 +26,7 @@ EXPERT_KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 # what llama.cpp takes where a file does not say it: its converter writes the first only if it is true
-UNSAID = {"expert_weights_norm": False, "expert_weights_scale": 1.0}
+UNSAID = {"expert_weights_norm": False, "expert_weights_scale": 1.0, "leading_dense_block_count": 0}
 LATENT_TENSORS = {
     **EXPERT_TENSORS,
     "attn_q_a": "self_attn.q_a_proj",

@@ -84,6 +84,13 @@ def test_a_file_of_solar_open_is_its_checkpoint(bias, root, tmp_path):
 
     gguf_files.write(tmp_path / "m.gguf", folder, "glm4moe", add_solar)
     assert_equal_to(folder, tmp_path / "m.gguf")
+    # Regression: a file without this number was read with one dense layer, GLM-4.5's default. The converter
+    # leaves out what the config lacks, and llama.cpp takes 0.
+    header = read_header(tmp_path / "m.gguf")
+    said = config_from_gguf(header.metadata, header.shapes, "m.gguf")
+    unsaid = dict(header.metadata)
+    assert unsaid.pop("glm4moe.leading_dense_block_count") == 0
+    assert config_from_gguf(unsaid, header.shapes, "m.gguf") == said
 
 
 def test_a_file_of_dots_llm1_is_its_checkpoint(root, tmp_path):
