@@ -66,8 +66,9 @@ def folder(root):
 
 @pytest.fixture
 def engine_options():
-    """Default arguments of `build`; modules override it."""
-    return {"dtype": "float32", "max_model_len": 256, "device": "cpu"}
+    """Default arguments of `build`; modules override it. The cache is small, as its books are proven block by block
+    after each test."""
+    return {"dtype": "float32", "max_model_len": 256, "device": "cpu", "kv_cache_memory_bytes": 32 << 20}
 
 
 @pytest.fixture
