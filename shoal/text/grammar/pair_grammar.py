@@ -92,6 +92,18 @@ class PairWriter:
         text = key if not quote or PLAIN_KEY.fullmatch(key) else f"{quote}{key}{quote}"
         return lark_text(text + self._syntax.equals)
 
+    def _written(self, value: Any) -> str:
+        """Returns a value as arguments are written, with the syntax's own mark around texts."""
+        syntax = self._syntax
+        if isinstance(value, str):
+            return f"{syntax.quote}{value}{syntax.quote}"
+        if isinstance(value, list):
+            return f"[{syntax.separator.join(map(self._written, value))}]"
+        if isinstance(value, dict):
+            pairs = (f"{self._written(key)}{syntax.equals}{self._written(own)}" for key, own in value.items())
+            return f"{{{syntax.separator.join(pairs)}}}"
+        return json.dumps(value)
+
     def _key_of_python(self, key: str) -> str:
         return f"({_either_quotes(key)}) {self._equals}"
 
@@ -134,6 +146,11 @@ class PairWriter:
         if isinstance(values, list):
             words = [self._word(value) for value in values if value is None or isinstance(value, bool)]
             others = [value for value in values if not (value is None or isinstance(value, bool))]
+            if self._syntax.quote:
+                words += [
+                    lark_text(self._written(value)) for value in others if isinstance(value, list | dict)
+                ]
+                others = [value for value in others if not isinstance(value, list | dict)]
             return [*words, self._rules.json({"enum": others})] if others else words
         if kind == "boolean":
             return [self._word(True), self._word(False)]
@@ -190,7 +207,7 @@ class PairWriter:
             return '"[" "]"'
         item = self._value(schema.get("items", ANY))
         times = f"{{{max(0, least - 1)},{most - 1 if isinstance(most, int) else ''}}}"
-        items = f"{item} ({self._comma} {item}){times}"
+        items = item if most == 1 else f"{item} ({self._comma} {item}){times}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
 

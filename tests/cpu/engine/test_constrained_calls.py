@@ -153,6 +153,24 @@ def test_a_random_samplers_calls_are_read_and_fit_their_schema(form, grammars, t
         jsonschema.validate(arguments, SCHEMAS[answer.calls[0].name], format_checker=FORMATS_CHECKED)
 
 
+@pytest.mark.parametrize(
+    "name", ["lfm2", "llama4_pythonic", "olmo3", "gemma4", "functiongemma", "hermes", "glm45"]
+)
+def test_lists_of_one_and_values_with_parts_fit_their_schema(name, grammars, tokenizer):
+    """Regression: a list of at most one item was refused, and Gemma's calls had JSON's quotes in such values."""
+    values = [["x y"], {"q": [1, "b"], "c d": None}, "e", 2]
+    properties = {"one": {"type": "array", "items": DIGIT, "maxItems": 1}, "value": {"enum": values}}
+    properties["some"] = {**properties["one"], "minItems": 1}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    for number in range(12):
+        text = written(
+            grammars, tokenizer, call_grammar(BY_NAME[name].syntaxes, {"f": schema}, False), number
+        )
+        expected = Expected({"f": schema}, None, takes_calls=True, thoughts=None, start=Start.UNKNOWN)
+        [call] = whole(Reader(BY_NAME[name], expected, True).push(text, "stop")).calls
+        jsonschema.validate(json.loads(call.arguments), schema)
+
+
 @pytest.mark.parametrize("form", CONSTRAINED, ids=lambda form: form.name)
 def test_several_calls_are_read(form, grammars, tokenizer):
     schemas = {name: SCHEMAS[name] for name in ("ping", "numbers")}
