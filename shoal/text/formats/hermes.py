@@ -30,5 +30,5 @@ class Ernie45(Hermes):
     """ERNIE 4.5's thinking models write words within <response>."""
 
     name = "ernie45"
-    signs = (("<response>",),)
+    signs = (("<response>", "<tool_call>"),)
     silent = ("<response>", "</response>")

@@ -34,7 +34,7 @@ class ChatFormat:
     signs: tuple[tuple[str, ...], ...] = ()  # see is_of
     openings: tuple[str, ...] = ()  # marks that begin calls
     closing: str = ""  # the optional mark after calls; it is text where no call precedes it
-    silent: tuple[str, ...] = ()  # marks around words that are not part of them
+    silent: tuple[str, ...] = ()  # the marks before and after words that are not part of them
     thoughts: Thoughts | None = None  # None: the chat template has the marks around reasoning
     json_call: JsonCall | None = None
     syntaxes: tuple[CallSyntax, ...] = ()
@@ -66,7 +66,11 @@ class ChatFormat:
             closes = True
         if expected.takes_calls:
             yield from self.bare_calls(reader)
+        is_first, num_inner = True, 0  # inner: a first mark of `silent` within words, such as a tag of XML
         while True:
+            if is_first and self.silent:
+                yield from self._skip_silent(reader)
+            is_first = True
             marks = [*openings, *self.silent]
             if reader.is_closing and self.closing:
                 marks.append(self.closing)
@@ -83,12 +87,25 @@ class ChatFormat:
                 yield from self._think(reader, thoughts, openings)
                 closes = True
             elif mark in self.silent:
-                yield from reader.skip(SPACE)
+                is_first = mark != self.silent[0] and not num_inner
+                if is_first:
+                    yield from reader.skip(SPACE)
+                else:
+                    num_inner += 1 if mark == self.silent[0] else -1
+                    reader.say(gap + mark)
             elif mark == self.closing:
                 reader.is_closing = False
                 yield from reader.skip(SPACE)
             else:
                 reader.say(gap)
+
+    def _skip_silent(self, reader: Reader) -> Steps:
+        """Moves past the mark before words, if it comes next."""
+        length = yield from reader.blank()
+        if (yield from reader.sees(self.silent[0], length)):
+            yield from reader.skip(SPACE)
+            reader.skip_mark(self.silent[0])
+            yield from reader.skip(SPACE)
 
     def _begins_thinking(
         self, reader: Reader, thoughts: Thoughts, start: Start

@@ -109,7 +109,7 @@ def _literal(text: str, kinds: frozenset[str]) -> Any:
         return None
     try:
         value = ast.literal_eval(text)
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # not half of a surrogate pair
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     return value if isinstance(value, dict | list) and kinds & set(KINDS[type(value)]) else None

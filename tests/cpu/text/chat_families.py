@@ -252,6 +252,14 @@ def final(text: str) -> str:
 NEXT = "<|start|>assistant"
 ARGUMENTS = dumped(PARIS[1])
 THOUGHT = "I think."
+
+
+def tags_in_words(name: str) -> dict[str, Case]:
+    """Regression: XML in an answer lost the tags that some answers have around their words."""
+    xml = f"XML:\n<{name}>\n  <a>1</a>\n</{name}>\nis it."
+    return {"tags in words": Case(xml, xml), "tags in tags": Case(f"<{name}>\n{xml}\n</{name}>", xml)}
+
+
 FAMILIES = {
     "Hermes, Qwen3": Family(
         "hermes",
@@ -276,6 +284,7 @@ FAMILIES = {
         opens=True,
         think=lambda thoughts, rest: f"{thoughts}\n</think>\n\n\n{rest}",
         broken={"no JSON": "<tool_call>\nzebra\n</tool_call> crossing"},
+        more=tags_in_words("response"),
         signs="<tool_call>{}</tool_call><response></response><think>",
     ),
     "Qwen3.5, Nemotron 3": Family(
@@ -312,7 +321,11 @@ FAMILIES = {
             "values in JSON": Case(
                 seed("search", {"tags": '["a"]', "filter": '{"x": null}', "exact": "true"}),
                 calls=[("search", {"tags": ["a"], "filter": {"x": None}, "exact": True})],
-            )
+            ),
+            # Regression: this list of Python's became half of a surrogate pair, which no answer can hold.
+            "half of a surrogate pair": Case(
+                seed("search", {"tags": r"['\ud800']"}), calls=[("search", {"tags": r"['\ud800']"})]
+            ),
         },
         signs="<seed:tool_call><function=f><parameter=k><seed:think>",
     ),
@@ -360,6 +373,7 @@ FAMILIES = {
         lead="<answer>\n{}\n</answer>{}".format,
         think=opened,
         broken={"no list": "<tool_calls>zebra</tool_calls> crossing"},
+        more=tags_in_words("answer"),
         signs="<tool_calls>[]</tool_calls><think>",
     ),
     "Mistral, from version 11": Family(
@@ -595,6 +609,7 @@ FAMILIES = {
         more={
             "no mark": Case(as_list("")([PARIS]), calls=[PARIS]),
             "words of Granite 3.3": Case("<response>\nHi.\n</response>", "Hi."),
+            **tags_in_words("response"),
         },
         signs="<|tool_call|> Here is my thought process: ... Here is my response:",
     ),
