@@ -3,7 +3,7 @@ compressed-tensors, which vLLM and transformers read as well.
 
 Tensors are read, rounded and written one by one, under their own names, into as many files as there were.
 Embeddings, norms, the output head, a mixture's router, and encoders of images and sounds stay as they are;
-draft heads are left out.
+draft heads and empty tensors are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     if target.exists():
         raise ConfigError(f"the folder {target} exists; remove it, or name another one with --output")
     check_shapes(files)
-    shards = list(safetensors_headers(files.folder, DTYPES | PACKED_DTYPES, _written))
+    shards = [
+        (path, {name: header for name, header in headers.items() if 0 not in header.shape})
+        for path, headers in safetensors_headers(files.folder, DTYPES | PACKED_DTYPES, _written)
+    ]
     matrices: set[str] = set()
     stored = BY_NAME[files.config.architecture].tensors
     for _, headers in shards:

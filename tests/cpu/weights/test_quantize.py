@@ -67,6 +67,15 @@ def test_transformers_reads_what_is_written_as_the_engine_does(to, plain, tmp_pa
         assert ((unpacked - before[name].float()).abs() <= STEPS[to] * most + 1e-6).all()
 
 
+def test_empty_tensors_are_left_out(tmp_path):
+    """Regression: the shared experts of a mixture without any, of shape [0, D], ended in torch's RuntimeError."""
+    folder = write_family(tmp_path, "glm4-moe", n_shared_experts=0)
+    files = CheckpointFiles(quantize(CheckpointFiles(folder), "fp8", tmp_path / "out"))
+    check_shapes(files)
+    found = load_file(files.folder / "model.safetensors")
+    assert found and all(tensor.numel() for tensor in found.values())
+
+
 @pytest.mark.parametrize("name", ["gemma3-vision", "qwen3.5-vision", "ministral3-vision"])
 def test_a_multimodal_checkpoint_keeps_its_encoders_and_names(name, tmp_path):
     """Regression: its tensors were looked for under the names of a causal model, and encoders were left out."""
