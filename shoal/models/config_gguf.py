@@ -264,7 +264,7 @@ def _gguf_rope(
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
     rope = {
         "rope_theta": values.get("rope.freq_base"),
-        "rope_type": values.get("rope.scaling.type", "none" if factor is None else "linear"),
+        "rope_type": values.get("rope.scaling.type", "linear" if factor else "none"),
         "factor": factor,
         "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
         "beta_fast": values.get("rope.scaling.yarn_beta_fast"),

@@ -104,7 +104,7 @@ class ConfigFields:
         value = default if value is None else value
         if value is None:
             raise CheckpointError(
-                f"{self.where}: {key} is missing; add it if this is the config.json of a language model"
+                f"{self.where}: {key} is missing; add it if this is the config of a language model"
             )
         return value
 

@@ -641,6 +641,9 @@ def test_a_gguf_rope_with_a_factor_alone_is_linear(key):
     rope = dict(rope_type="linear", factor=4.0, rope_theta=500000.0)
     same = dict(SIZES | dict(head_dim=16, max_position_embeddings=8192, rope_parameters=rope))
     assert_same_rope(config, transformers.LlamaConfig(**same))
+    # llama.cpp takes a factor of 0 for none.
+    plain = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf")
+    assert config_from_gguf(LLAMA_METADATA | {f"llama.{key}": 0.0}, SHAPES, "m.gguf") == plain
 
 
 @pytest.mark.parametrize(
