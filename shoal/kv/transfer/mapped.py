@@ -62,9 +62,12 @@ def check_fit(exports: Sequence[ExportAddress], into: CacheViews) -> list[list[S
         by_group = zip(*(export.specs for export in exports), strict=True)
         return [shared_heads(specs, [view.spec]) for specs, view in zip(by_group, into)]
     except LayoutError as error:
+        needed = "model, dtype and block_size"
+        # Layers have other groups where ranks outnumber the KV heads of some of them (kv/groups.py).
+        if num_groups > 1 and exports[0].specs[0].tp_size != into[0].spec.tp_size:
+            needed = "model, dtype, block_size and tensor_parallel_size"
         raise TransferError(
-            Failure.INCOMPATIBLE,
-            f"{error}; workers that hand blocks over need the same model, dtype and block_size",
+            Failure.INCOMPATIBLE, f"{error}; workers that hand blocks over need the same {needed}"
         ) from None
 
 

@@ -10,10 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import shoal
+from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.library.files import DirectFile
 from shoal.kv.storage import host_memory
+from shoal.kv.transfer.mapped import check_fit
 from shoal.kv.transfer.registry import TRANSPORTS
-from shoal.kv.transfer.ticket import Failure, TransferError
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
+from shoal.kv.view import BlockView
 from tests import transport_cases
 
 NAMES = pytest.mark.parametrize("name", transport_cases.transports_here())
@@ -47,6 +50,19 @@ def test_an_address_of_shared_memory_where_no_cache_can_be_is_refused(offset):
                 "shared_memory", [[forged]], transport_cases.empty(transport_cases.SPEC, host_memory)
             )
         assert caught.value.failure is Failure.INCOMPATIBLE
+
+
+def test_an_error_names_the_tensor_parallel_size_where_it_makes_other_groups():
+    """Regression: with Gemma 4 the error asked for the same block_size, which was the same."""
+
+    def specs(tp_size, tokens):
+        one = CacheSpec(Layout.WHOLE_BLOCKS, 1, 1, 32, "float32", 16, tp_size=tp_size)
+        return one, replace(one, num_heads=2, head_dim=16, block_size=tokens)
+
+    views = [BlockView.over(spec, host_memory(spec.num_bytes)) for spec in specs(1, 16)]
+    owners = [ExportAddress("nixl", specs(2, 32), b"")]
+    with pytest.raises(TransferError, match=r"block_size is 32 .* 16 .*same .* and tensor_parallel_size$"):
+        check_fit(owners, views)
 
 
 @pytest.mark.parametrize("name", ["in_process", "shared_memory"])
