@@ -293,7 +293,7 @@ class DiskTier:
                         self._used += num_bytes
                         return True
                 if not self._delete_one():
-                    self._problem("no room", None)
+                    self._problem("no room", f"a file of {num_bytes} bytes, {self.max_bytes} allowed")
                     return False
 
     def _delete_one(self) -> bool:
@@ -395,7 +395,7 @@ class DiskTier:
 
     # Without it
 
-    def _problem(self, kind: str, what: bytes | str | None) -> None:
+    def _problem(self, kind: str, what: bytes | str) -> None:
         """Counts a problem; logs the first of its kind."""
         with self._lock:
             self._problems[kind] += 1

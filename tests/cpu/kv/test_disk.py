@@ -375,6 +375,13 @@ def test_strangers_files_are_left_alone(make, tmp_path):
     assert (tmp_path / "kv" / "elsewhere" / "x.kv").exists()
 
 
+def test_a_block_without_room_is_logged_with_its_bytes(make, caplog):
+    """Regression: the log had None in their place."""
+    tier = make(max_blocks=1)
+    assert write(tier, chain(1, 1, (None, "salt" * 2000))) == [False]
+    assert f"no room (a file of {in_pages(2 * PAGE + BYTES)} bytes, {FILE} allowed)" in caplog.text
+
+
 def test_each_kind_of_problem_is_logged_once(make, tmp_path, caplog):
     tier, metas = make(), chain(4)
     write(tier, metas)
