@@ -59,7 +59,7 @@ class KvPeers(StepPart):
                 options.lease_s,
             )
         if options.reads:
-            self.reader = KvReader(scheduler, ranks)
+            self.reader = KvReader(scheduler, ranks, options.lends)
             scheduler.blocks.fetches.sources.append(self.reader)
 
     # Requests and steps
@@ -84,7 +84,7 @@ class KvPeers(StepPart):
         """Begins the fetches of this step, after the tiers have ordered their copies. Returns the tickets of
         the requests whose prompts begin and which offer theirs."""
         if self.reader is not None:
-            self.reader.begin_fetches()
+            self.reader.begin_fetches(plan is not None)
         if self.lender is None or plan is None:
             return []
         return [Output(name, [], kv_ticket=ticket) for name, ticket in self.lender.begin(plan).items()]

@@ -35,6 +35,9 @@ MAX_OPENING = 16  # leases that are being opened at the same time
 SILENT_S = 10.0  # time for which an owner that has not answered is not asked again
 POLL_S = 0.0003  # between polls while nothing can be done but to wait
 QUIESCE_S = 60.0
+# Time without a step after which a request without room gives up its ticket. This engine's blocks are lent
+# then, maybe to a worker whose requests lack the blocks that the ticket holds.
+STUCK_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +81,15 @@ class KvReader:
     steps, in the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, ranks: Ranks, clock: Callable[[], float] = time.monotonic
+        self, scheduler: Scheduler, ranks: Ranks, lends: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._scheduler, self._ranks, self._clock = scheduler, ranks, clock
+        """`lends`: this engine lends blocks, too."""
+        self._scheduler, self._ranks, self._lends, self._clock = scheduler, ranks, lends, clock
         self._threads = ThreadPoolExecutor(MAX_OPENING, "kv-lease")
         self._silent_until: dict[str, float] = {}  # by the address of an owner that has not answered
         self._opened: list[_OpenTicket] = []
         self._opening: set[Sequence] = set()  # sequences whose lease is being opened
+        self._ran_at = clock()  # the time of the last step or fetch
         self._begun: list[_Job] = []  # their transfers begin with the next step
         self._jobs: dict[int, _Job] = {}  # by number
         self._last_number = 0
@@ -108,6 +113,8 @@ class KvReader:
         except TransferError as error:
             self._failed(seq, error.failure, str(error))
             return
+        if not self._opened:
+            self._ran_at = self._clock()
         self._opening.add(seq)
         self._opened.append(_OpenTicket(seq, sealed, positions, self._threads.submit(self._open, sealed)))
 
@@ -169,14 +176,17 @@ class KvReader:
     def before_schedule(self) -> None:
         """Takes in what has ended, and keeps leases alive."""
         if self._jobs:
+            self._ran_at = self._clock()
             self._poll()
         for opened in list(self._opened):
             if not self._keep(opened):
                 self._drop(opened)
 
-    def begin_fetches(self) -> None:
-        """Begins the fetches of the plan that was just made. The steps and copies that may still use their
-        blocks have been launched or are known to the device."""
+    def begin_fetches(self, has_step: bool) -> None:
+        """Begins the fetches of the plan that was just made, if `has_step`. The steps and copies that may
+        still use their blocks have been launched or are known to the device."""
+        if has_step:
+            self._ran_at = self._clock()
         begun, self._begun = self._begun, []
         for job in begun:
             self._last_number += 1
@@ -200,6 +210,11 @@ class KvReader:
         seq = opened.seq
         has_started = seq.num_admissions > 0 and seq.status is not SequenceStatus.FETCHING
         if not opened.num_jobs and (has_started or seq.status is SequenceStatus.FINISHED):
+            return False
+        is_idle = self._lends and self._clock() - self._ran_at > STUCK_S
+        if is_idle and seq.status is SequenceStatus.WAITING and self._scheduler.blocks.lacks_room(seq):
+            opened.lease.release()
+            self._failed(seq, Failure.LATE, f"no room for them in {STUCK_S:g} s without a step")
             return False
         if self._clock() - opened.renewed_at > opened.lease.ticket.lease_s / 3:
             opened.renewed_at = self._clock()

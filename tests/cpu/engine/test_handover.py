@@ -155,6 +155,25 @@ def blocks_in(core):
     return sum(stats.blocks for stats in core.stats().kv_transfers.values())
 
 
+def test_workers_whose_requests_wait_for_each_others_blocks_go_on(build, monkeypatch):
+    """Regression: each renewed its lease of the other's blocks for ever, and no request had room."""
+    monkeypatch.setattr(reader_module, "STUCK_S", 0.3)
+    pair = [build("kv_both", num_gpu_blocks_override=BLOCKS, max_model_len=80) for _ in range(2)]
+    prompts = [PROMPT, PROMPT[::-1]]
+    firsts = [prefill(core, prompt) for core, prompt in zip(pair, prompts)]
+    for i, core in enumerate(pair):
+        fields = {"output_token_ids": firsts[1 - i].tokens, "kv_ticket": firsts[1 - i].ticket}
+        core.add(request("decode", prompts[1 - i], **fields))
+    tokens, until = [[*first.tokens] for first in firsts[::-1]], time.monotonic() + DEADLINE_S / 4
+    while any(core.has_work for core in pair):
+        assert time.monotonic() < until, [core.stats() for core in pair]
+        for core, found in zip(pair, tokens):
+            found += [token for output in core.step() for token in output.token_ids]
+    [plain] = [build()]
+    assert tokens == [run(plain, request("a", prompt))[0].tokens for prompt in prompts[::-1]]
+    all_is_given_back(*pair)
+
+
 # What comes
 
 
