@@ -45,25 +45,37 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
+// Both numbers of `a` times the first or the second one of `b`: one instruction, too.
+template <int WHICH>
+__device__ __forceinline__ u32 times_one(u32 a, u32 b) {
+  u32 v;
+  asm("{\n.reg .b16 of<2>;\n.reg .b32 both;\nmov.b32 {of0, of1}, %2;\nmov.b32 both, {of%3, of%3};\nmul.rn.bf16x2 %0, %1, both;\n}"
+      : "=r"(v)
+      : "r"(a), "r"(b), "n"(WHICH));
+  return v;
+}
 
-// Pair 0 to 3 of a word, sign, exponent and mantissa put where bf16 has them (gpu_weight.py).
-template <int PAIR>
-__device__ __forceinline__ u32 placed(u32 word) {
-  constexpr u32 SIGN = 0x80008000u, REST = 0x01C001C0u;
-  if constexpr (PAIR == 0) return word & (SIGN | REST);
-  if constexpr (PAIR == 1) return (word << 3) & (SIGN | REST);
-  if constexpr (PAIR == 2) return ((word << 1) & SIGN) | ((word << 6) & REST);
-  return ((word << 2) & SIGN) | ((word >> 3) & REST);
+// The weights of two words, sign, exponent and mantissa put where bf16 has them (gpu_weight.py): three pairs of a word by a shift
+// and a mask each, and a fourth one of each by what is left of both.
+__device__ __forceinline__ void place_pairs(u32 (&first)[4], u32 (&second)[4], u32 a, u32 b) {
+  constexpr u32 PAIR = 0x81C081C0u;
+  u32 left = a << 1 & 0x90009000u | b >> 6 & 0x01B001B0u | a >> 7 & 0x00480048u;
+  first[0] = a & PAIR, first[1] = a << 3 & PAIR, first[2] = a << 6 & PAIR, first[3] = left & PAIR;
+  second[0] = b & PAIR, second[1] = b << 3 & PAIR, second[2] = b << 6 & PAIR, second[3] = left << 3 & PAIR;
 }
-// The weights of 16 inputs. `low`, `high`: scales of weight rows g and g + 8.
-__device__ __forceinline__ void operand(u32 (&a)[4], u32 word, u32 low, u32 high) {
-  a[0] = times(placed<0>(word), low), a[1] = times(placed<1>(word), high);
-  a[2] = times(placed<2>(word), low), a[3] = times(placed<3>(word), high);
+// The weights of 32 inputs, as operands of two matmuls of 16. `scales`: those of weight rows g and g + 8.
+__device__ __forceinline__ void widen_group(u32 (&first)[4], u32 (&second)[4], u32 a, u32 b, u32 scales) {
+  place_pairs(first, second, a, b);
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    first[i] = times_one<0>(first[i], scales), first[i + 1] = times_one<1>(first[i + 1], scales);
+    second[i] = times_one<0>(second[i], scales), second[i + 1] = times_one<1>(second[i + 1], scales);
+  }
 }
-// Byte I of four, a number's exponent, as a pair of such numbers.
-template <int I>
-__device__ __forceinline__ u32 power(u32 bytes) {
-  return __byte_perm(bytes, 0, I | I << 8 | 0x4040) << 7;
+// The weights of a step. `exponents`: a byte for each scale, of weight rows g and g + 8 for 32 inputs, then for the others.
+__device__ __forceinline__ void widen_step(u32 (&weights)[4][4], const uint4& words, u32 exponents) {
+  widen_group(weights[0], weights[1], words.x, words.y, __byte_perm(exponents, 0, 0x4140) << 7);
+  widen_group(weights[2], weights[3], words.z, words.w, __byte_perm(exponents, 0, 0x4342) << 7);
 }
 
 struct Arguments {
@@ -101,10 +113,13 @@ __device__ __forceinline__ float squared_relu(float x) {
 }
 
 struct Ring {
-  u32 memory, full, free;
-  int turn;
-  __device__ __forceinline__ int place() const { return turn % PLACES; }
-  __device__ __forceinline__ u32 parity() const { return turn / PLACES & 1; }
+  u32 memory, parity;
+  int place;
+  __device__ __forceinline__ u32 full() const { return memory + PLACES * PLACE + place * 8; }
+  __device__ __forceinline__ u32 free() const { return full() + PLACES * 8; }
+  __device__ __forceinline__ void advance() {
+    if (++place == PLACES) place = 0, parity ^= 1;
+  }
 };
 
 // Multiplies the rows of a tile by a strip, and stores them. `tile`: expert, first row, rows.
@@ -123,8 +138,8 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
   for (int j = 0; j < 4 * NT; ++j) sums[j] = 0.0f;
 #pragma unroll 1
   for (int round = 0; round < ROUNDS; ++round) {
-    wait(ring.full + ring.place() * 8, ring.parity());
-    u32 rows = ring.memory + ring.place() * PLACE, strip_at = rows + ROWS_BYTES + warpgroup * (ROUND * CHUNK);
+    wait(ring.full(), ring.parity);
+    u32 rows = ring.memory + ring.place * PLACE, strip_at = rows + ROWS_BYTES + warpgroup * (ROUND * CHUNK);
     u32 words_at = strip_at + warp * 512 + lane * 16, scales_at = strip_at + 2048 + warp * 32 + g * 4;
     u32 rows_at = 1u << 16 | rows >> 4;
     // Sums of more rows leave no registers for words of other steps.
@@ -136,12 +151,8 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j)
         if (i % AHEAD == 0) words[j] = load_words(words_at + (i + j) * CHUNK), scales[j] = load_scales(scales_at + (i + j) * CHUNK);
-      uint4 w = words[i % AHEAD];
-      u32 s = scales[i % AHEAD], weights[4][4];
-      operand(weights[0], w.x, power<0>(s), power<1>(s));
-      operand(weights[1], w.y, power<0>(s), power<1>(s));
-      operand(weights[2], w.z, power<2>(s), power<3>(s));
-      operand(weights[3], w.w, power<2>(s), power<3>(s));
+      u32 weights[4][4];
+      widen_step(weights, words[i % AHEAD], scales[i % AHEAD]);
       keep(sums);
       begin_matmuls();
 #pragma unroll
@@ -152,8 +163,8 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
       if (AHEAD == 1 || i + 1 == ROUND) wait_for_matmuls<0>();
       if (AHEAD == 1 || i + 1 == ROUND) keep(sums);
     }
-    if (lane == 0) arrive(ring.free + ring.place() * 8);
-    ++ring.turn;
+    if (lane == 0) arrive(ring.free());
+    ring.advance();
   }
   constexpr int HELD = 8;
   int slots[HELD];  // of the next rows, or -1
@@ -197,7 +208,7 @@ struct Group {
 };
 
 __device__ __forceinline__ void copy_weights(const Arguments& a, const Group& group, int round, const Ring& ring) {
-  u32 full = ring.full + ring.place() * 8, to = ring.memory + ring.place() * PLACE + ROWS_BYTES;
+  u32 full = ring.full(), to = ring.memory + ring.place * PLACE + ROWS_BYTES;
   const u8* from = a.weights + (((i64)group.tile.x * STRIPS + group.strip) * STEPS + round * ROUND) * CHUNK;
   expect(full, group.count * (ROUND * CHUNK) + group.nt() * (ROUND * 1024));
 #pragma unroll 1
@@ -205,7 +216,7 @@ __device__ __forceinline__ void copy_weights(const Arguments& a, const Group& gr
 }
 __device__ __forceinline__ void copy_rows(const Arguments& a, const Group& group, int round, const Ring& ring) {
   int bytes = group.nt() * (ROUND * 1024);
-  copy(ring.memory + ring.place() * PLACE, a.x + (i64)group.tile.y * ROW_BYTES + round * bytes, bytes, ring.full + ring.place() * 8);
+  copy(ring.memory + ring.place * PLACE, a.x + (i64)group.tile.y * ROW_BYTES + round * bytes, bytes, ring.full());
 }
 
 // The work of one thread.
@@ -214,8 +225,8 @@ __device__ __forceinline__ void fill(const Arguments& a, int at, int end, Ring r
   while (at < end) {
     Group group(a, at, end);
 #pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round, ++ring.turn) {
-      wait(ring.free + ring.place() * 8, ring.parity() ^ 1);
+    for (int round = 0; round < ROUNDS; ++round, ring.advance()) {
+      wait(ring.free(), ring.parity ^ 1);
       copy_weights(a, group, round, ring);
       copy_rows(a, group, round, ring);
     }
@@ -227,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_experts(const __g
   extern __shared__ unsigned char dynamic[];
   Ring ring;
   ring.memory = (shared_address(dynamic) + 1023) / 1024 * 1024;  // as tensor cores' swizzled rows want it
-  ring.full = ring.memory + PLACES * PLACE, ring.free = ring.full + PLACES * 8, ring.turn = 0;
+  ring.parity = 0, ring.place = 0;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < PLACES; ++i) make_barrier(ring.full + i * 8, 1), make_barrier(ring.free + i * 8, WARPGROUPS * 4);
+    for (int i = 0; i < PLACES; ++i) make_barrier(ring.full() + i * 8, 1), make_barrier(ring.free() + i * 8, WARPGROUPS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
@@ -262,9 +273,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_experts(const __g
       }
     } else {
 #pragma unroll 1
-      for (int round = 0; round < ROUNDS; ++round, ++ring.turn) {
-        wait(ring.full + ring.place() * 8, ring.parity());
-        if (threadIdx.x % 32 == 0) arrive(ring.free + ring.place() * 8);
+      for (int round = 0; round < ROUNDS; ++round, ring.advance()) {
+        wait(ring.full(), ring.parity);
+        if (threadIdx.x % 32 == 0) arrive(ring.free());
       }
     }
   }
@@ -381,7 +392,6 @@ template <int I>
 __device__ __forceinline__ float power_of(u32 bytes) {
   return __uint_as_float(__byte_perm(bytes, 0, 0x444 | I << 12) >> 1);
 }
-__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 extern "C" __global__ void __launch_bounds__(SLOT_THREADS, 2) mxfp4_slots(const __grid_constant__ SlotArguments a) {
   extern __shared__ __align__(128) unsigned char dynamic[];
@@ -481,14 +491,15 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS, 2) mxfp4_slots(const 
       ask(place);
       if (++place == SLOT_PLACES) place = 0, parity ^= 1;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        bool mine = g == step * 2 + k / 2;  // Word k is of that group.
-        u32 low = mine ? k % 2 ? inputs.z : inputs.x : 0, high = mine ? k % 2 ? inputs.w : inputs.y : 0;
+      for (int group = 0; group < 2; ++group) {
+        bool mine = g == step * 2 + group;
+        uint4 x = mine ? inputs : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
-          u32 word = word_of(words[tile], k);
-          u32 pairs[4] = {placed<0>(word), placed<1>(word), placed<2>(word), placed<3>(word)};
-          multiply_row(found[tile], pairs, low, high);
+          u32 first[4], second[4];
+          place_pairs(first, second, group ? words[tile].z : words[tile].x, group ? words[tile].w : words[tile].y);
+          multiply_row(found[tile], first, x.x, x.y);
+          multiply_row(found[tile], second, x.z, x.w);
         }
       }
     }
@@ -560,11 +571,8 @@ extern "C" __global__ void __launch_bounds__(256) unpack(const __grid_constant__
 #pragma unroll 2
   for (int step = warp / 4; step < STEPS; step += 2) {
     uint4 w = *(const uint4*)(from + step * CHUNK + tile * 512 + lane * 16);
-    u32 s = *(const u32*)(from + step * CHUNK + 2048 + tile * 32 + g * 4), weights[4][4];
-    operand(weights[0], w.x, power<0>(s), power<1>(s));
-    operand(weights[1], w.y, power<0>(s), power<1>(s));
-    operand(weights[2], w.z, power<2>(s), power<3>(s));
-    operand(weights[3], w.w, power<2>(s), power<3>(s));
+    u32 weights[4][4];
+    widen_step(weights, w, *(const u32*)(from + step * CHUNK + 2048 + tile * 32 + g * 4));
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 16; ++i)  // of word i / 4, weight row g + 8 (i % 2)

@@ -3,17 +3,17 @@
 
 A few hundred tokens need every weight of every expert, so the speed of reading is what counts. What a program
 reads lies in one run: a strip of 64 weight rows, step after step of 64 inputs, 2,176 bytes each. A few large
-copies keep 80 KB of them on their way to each SM. A word of 8 weights has its bits where a pair of them
-becomes two numbers in bf16 by one shift and one mask, or two.
+copies keep 80 KB of them on their way to each SM. Two words of 8 weights have their bits where most pairs
+become two numbers in bf16 by one shift and one mask.
 
     runs     uint8 [experts, strips, steps, 2176]
     a step   int32 [4 tiles of 16 weight rows, 8, 4, 4 words], then uint8 [4 tiles, 8, 2 groups, 2]
 
 Lane 4 g + c of a warp has weight rows g + 8 h (h 0, 1) of a tile, and of each word's 16 inputs those
 numbered 8 u + 2 c + e (u, e 0, 1). Weight rows g and g + 8 are gate and up of output g of a tile's 8, or
-outputs 2 g and 2 g + 1 of its 16. Each half e of a word has the weights of pairs 2 u + h (PAIRS). A byte of a
-scale is the exponent of a power of two, by which bits of a weight, taken as a number in bf16, become the
-weight, made smaller by 2^16.
+outputs 2 g and 2 g + 1 of its 16. Halves e of two words have the weights of pairs 2 u + h of both
+(PAIRS). A byte of a scale is the exponent of a power of two, by which bits of a weight, taken as a number in
+bf16, become the weight, made smaller by 2^16.
 
 Rows are arranged as tensor cores want them before the first matmul, which writes the second one's so, too. Of
 a few tokens (`mix_few_slots`) each slot, a pair of a token and one of its K choices, is a row of its own. The
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,11 @@ STRIP, STEP = 64, 64  # weight rows and inputs
 ROUND = 3  # steps that are copied at once; constant of mxfp4_experts.cu, as are the next two
 STEP_BYTES = 2048 + 128  # words, scales
 THREADS = 5 * 128
-PAIRS = ((15, 6), (12, 3), (14, 0), (13, 9))  # each one's bit of the sign, and the lowest of the others
+# Of two words' pairs: where the bits of a weight are, sign, exponent and mantissa, as (word, bit).
+PAIRS = tuple(
+    (*(tuple((word, bit - shift) for bit in (15, 8, 7, 6)) for shift in (0, 3, 6)), left)
+    for word, left in enumerate((((0, 14), (1, 14), (1, 13), (0, 13)), ((0, 11), (1, 11), (1, 10), (0, 10))))
+)
 SCALE_SHIFT = 126 - 16  # for a scale's exponent: bits of e2m1 in bf16 are too small by 2^126
 LARGEST_SCALE = 254 - SCALE_SHIFT
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
@@ -152,12 +157,10 @@ def packed_strips(quants: torch.Tensor, scales: torch.Tensor, steps: int) -> tor
     strips = rows // STRIP
     of = quants.int().view(strips, 4, 8, 2, steps, 4, 2, 4, 2)  # strip, tile, g, h, step, word, u, c, e
     words = torch.zeros((strips, 4, 8, steps, 4, 4), dtype=torch.int32, device=quants.device)
-    for u in range(2):
-        for h in range(2):
-            sign, rest = PAIRS[2 * u + h]
-            for e in range(2):
-                bits = of[:, :, :, h, :, :, u, :, e]
-                words |= ((bits >> 3) << (sign + 16 * e)) | ((bits & 7) << (rest + 16 * e))
+    for word, u, h, e in itertools.product(range(2), repeat=4):
+        weights = of[:, :, :, h, :, word::2, u, :, e]
+        for i, (target, bit) in enumerate(PAIRS[word][2 * u + h]):
+            words[..., target::2, :] |= (weights >> (3 - i) & 1) << (bit + 16 * e)
     words = words.permute(0, 3, 1, 2, 5, 4).reshape(strips, steps, 512)  # strip, step, tile, g, c, word
     powers = (scales + SCALE_SHIFT).view(strips, 4, 8, 2, steps, 2)  # strip, tile, g, h, step, group
     powers = powers.permute(0, 4, 1, 2, 5, 3).reshape(strips, steps, 128)

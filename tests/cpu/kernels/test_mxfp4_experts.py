@@ -13,7 +13,7 @@ from cuda_compile import log_of, needs_nvcc
 
 from shoal.errors import CheckpointError
 from shoal.kernels.matmul import mxfp4_experts
-from shoal.kernels.matmul.mxfp4_experts import PAIRS, ExpertRuns, has_kernels, pack, takes_few_slots
+from shoal.kernels.matmul.mxfp4_experts import ExpertRuns, has_kernels, pack, takes_few_slots
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 from shoal.kinds.experts import Activation
 from tests.cpu.kernels.test_packed import _mxfp4
@@ -32,10 +32,11 @@ def weight_at(weight: ExpertRuns, expert: int, row: int, column: int) -> float:
     strip, tile, h, g = row // 64, row % 64 // 16, row % 16 // 8, row % 8
     step, word, u, c, e = column // 64, column % 64 // 16, column % 16 // 8, column % 8 // 2, column % 2
     run = weight.runs[expert, strip, step]
-    at = ((tile * 8 + g) * 4 + c) * 16 + word * 4
-    bits = int.from_bytes(bytes(run[at : at + 4].tolist()), "little")
-    sign, rest = PAIRS[2 * u + h]
-    placed = (bits << 15 >> sign) & 0x80008000 | (bits << 6 >> rest) & 0x01C001C0
+    at = ((tile * 8 + g) * 4 + c) * 16 + word // 2 * 8
+    a, b = (int.from_bytes(bytes(run[i : i + 4].tolist()), "little") for i in (at, at + 4))
+    left = a << 1 & 0x90009000 | b >> 6 & 0x01B001B0 | a >> 7 & 0x00480048
+    pair = 2 * u + h
+    placed = (left << 3 * (word % 2) if pair == 3 else (a, b)[word % 2] << 3 * pair) & 0x81C081C0
     exponent = int(run[2048 + (tile * 8 + g) * 4 + word // 2 * 2 + h])
     return number(placed >> 16 * e & 0xFFFF) * 2.0 ** (exponent - 127) * 65536
 
