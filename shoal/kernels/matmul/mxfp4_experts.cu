@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
     wait(ring.full(), ring.parity);
     u32 rows = ring.memory + ring.place * PLACE, strip_at = rows + ROWS_BYTES + warpgroup * (ROUND * CHUNK);
     u32 words_at = strip_at + warp * 512 + lane * 16, scales_at = strip_at + 2048 + warp * 32 + g * 4;
-    u32 rows_at = 1u << 16 | rows >> 4;
+    u64 rows_at = (u64)0x40000040u << 32 | 1u << 16 | rows >> 4;
     // Sums of more rows leave no registers for words of other steps.
     constexpr int AHEAD = NT <= 8 ? ROUND : 1;
     uint4 words[AHEAD];
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
       keep(sums);
       begin_matmuls();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply<NT>(sums, weights[k], (u64)0x40000040u << 32 | (rows_at + i * (NT * 64) + k * 2));
+      for (int k = 0; k < 4; ++k) multiply<NT>(sums, weights[k], rows_at + (i * (NT * 64) + k * 2));
       end_matmuls();
       // A step is widened while the one before is multiplied, where there are registers for both.
       if (AHEAD > 1 && i + 1 < ROUND) wait_for_matmuls<1>();
