@@ -24,7 +24,7 @@ import torch
 from kernels import BF16, COLD_BYTES, DEVICE, microseconds_of
 from matmul import copy_bandwidth
 
-from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight
+from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, mxfp4_experts
 from shoal.kernels.matmul.dispatch import ExpertTiles, RowTiles
 from shoal.kernels.matmul.tile_matmul import LISTED, SLOTS, RowMap, tile_matmul
 from shoal.kernels.moe import moe, reference
@@ -56,7 +56,8 @@ BITS = {"bf16": 16.0, "fp8": 8.0, "fp8-128": 8.25, "int4": 4.125, "mxfp4": 4.5}
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 
 
-def random_weight(kind: str, experts: int, outs: int, inputs: int):
+def random_weight(kind: str, experts: int, outs: int, inputs: int, each: int = 1):
+    """Weights of one of the two matmuls. `each`: how many matrices of an expert they are."""
     if kind == "bf16":
         return torch.randn(experts, outs, inputs, device=DEVICE, dtype=BF16) / inputs**0.5
     shape = (experts * outs, inputs)
@@ -68,7 +69,11 @@ def random_weight(kind: str, experts: int, outs: int, inputs: int):
     quants = torch.randint(0, 256, (shape[0], inputs // 2), dtype=torch.uint8, device=DEVICE)
     if kind == "mxfp4":
         scales = torch.full((shape[0], inputs // 32), 120, dtype=torch.uint8, device=DEVICE)
-        return gpu_weight.pack([Mxfp4Tensor(shape, quants, scales)], None, DEVICE, BF16)
+        whole = Mxfp4Tensor(shape, quants, scales)
+        parts = [whole.rows(i, i + outs // each) for i in range(0, shape[0], outs // each)]
+        if mxfp4_experts.has_kernels(parts, each, DEVICE, BF16):
+            return mxfp4_experts.pack(parts, None, each, DEVICE)
+        return gpu_weight.pack([whole], None, DEVICE, BF16)
     scales = torch.full((shape[0], inputs // 128), 0.2 / inputs**0.5, device=DEVICE)
     zeros = torch.full_like(scales, 8, dtype=torch.uint8)
     return gpu_weight.pack([Int4Tensor(shape, quants, scales, zeros)], None, DEVICE, BF16)
@@ -77,7 +82,7 @@ def random_weight(kind: str, experts: int, outs: int, inputs: int):
 def layer(model: Model, kind: str) -> ExpertWeights:
     experts, _, hidden, size, _, bias = model
     return ExpertWeights(
-        random_weight(kind, experts, 2 * size, hidden),
+        random_weight(kind, experts, 2 * size, hidden, 2),
         random_weight(kind, experts, hidden, size),
         torch.randn(experts, 2 * size, device=DEVICE).to(BF16) if bias else None,
         torch.randn(experts, hidden, device=DEVICE).to(BF16) if bias else None,
