@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.kinds.experts import Router
+from shoal.kinds.experts import Router, SharedExpert
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import Architecture
 from shoal.models.configs.experts import routed_experts, with_experts
@@ -23,6 +23,8 @@ def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
         correction=True,
     )
     experts = routed_experts(fields, router, "num_experts", "num_shared_experts")
+    if experts.shared is None:  # in transformers a shared expert of 0 experts has a dense layer's width
+        experts = replace(experts, shared=SharedExpert(fields.count("intermediate_size")))
     bias = fields.flag("attention_bias")
     config = replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
     return with_experts(config, fields, experts)

@@ -109,6 +109,13 @@ def test_mixtures_whose_config_says_no_shared_expert_run_without_one(name, root)
         assert_greedy(llm.generate(prompts, greedy()), folder)
 
 
+def test_hunyuan_3_without_shared_experts_has_one_as_wide_as_a_dense_layer(root):
+    """Regression: transformers gives it one, and the checkpoint was refused as it holds its matrices."""
+    folder = write_family(root, "hunyuan3", num_shared_experts=0)
+    with run(folder) as llm:
+        assert_greedy(llm.generate(prompts_of("hunyuan3", (40,)), greedy()), folder)
+
+
 @pytest.mark.parametrize(
     "options",
     [
