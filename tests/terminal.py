@@ -133,8 +133,11 @@ class Shell(Screen):
 
     def _await(self, condition: Callable[[], object], what: str) -> None:
         seconds_left, now = self._deadline_s, time.monotonic()
-        while not condition():
-            assert not (seconds_left < 0 or self._has_failed() or self.process.poll() is not None), (
+        while True:
+            has_ended = self._status() is not None  # read first: its last lines are on the screen then
+            if condition():
+                return
+            assert not (seconds_left < 0 or has_ended or self.process.poll() is not None), (
                 f"{what!r} does not come: {self.screen}"
             )
             time.sleep(0.05)

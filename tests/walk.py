@@ -5,8 +5,8 @@ What counts on such a page, from top to bottom:
 - `**Terminal 1**` says which terminal the blocks below are for.
 - A block of `bash` is typed there, command by command, each when the one before has ended.
 - A block of `input` is typed to the program that runs there.
-- A block of `text`, which stands in a quotation, are lines that come there, in any order, after what was done last; `...` stands for anything, and
-  a space for any number of them.
+- A block of `text`, which stands in a quotation, are lines that come there, in any order, after the lines of the texts before; `...` stands for
+  anything, and a space for any number of them.
 - `Ctrl-C in terminal 1` presses that. `<http://127.0.0.1:8000/>` is opened.
 
 At the end of a section (`##`) all commands must have ended."""
@@ -65,6 +65,7 @@ def walk(steps: list[Step], environment: dict[str, str], cwd: Path) -> None:
     """Does what a section says. Raises AssertionError where something else happens."""
     with contextlib.ExitStack() as stack:
         shells: dict[str, Shell] = {}
+        was_read = True  # whether lines were awaited since the last action
         for step in steps:
             if step.terminal and step.terminal not in shells:
                 shells[step.terminal] = stack.enter_context(Shell(environment, cwd, DEADLINE_S))
@@ -76,12 +77,16 @@ def walk(steps: list[Step], environment: dict[str, str], cwd: Path) -> None:
             if step.kind == "text":
                 for line in step.text.splitlines():
                     shell.await_line(_pattern(line))
+                was_read = True
                 continue
             for words in _commands(step):
                 if step.kind == "bash":
                     shell.await_prompt()
-                for each in shells.values():
-                    each.mark = len(each.screen)
+                # Of two fleets that are started one after the other, the first may be up before the second command is typed.
+                if was_read:
+                    for each in shells.values():
+                        each.mark = len(each.screen)
+                was_read = False
                 if step.kind == "bash":
                     shell.command(words)
                 elif step.kind == "input":

@@ -14,7 +14,7 @@ import pytest
 from tests import nats_server
 from tests.ray_cluster import ENVIRONMENT as RAY
 from tests.serving import PYTHON, ROOT, listens
-from tests.walk import sections, walk
+from tests.walk import Step, sections, walk
 
 PAGE = ROOT / "docs" / "laptop-to-fleet.md"
 SECTIONS = sections(PAGE)
@@ -70,6 +70,20 @@ def test_the_page_can_be_followed(title, checkout, environment):
             subprocess.run(down, check=True)  # namespaces of an interrupted run
             stack.callback(subprocess.run, down, check=True)
         walk(SECTIONS[title], environment, checkout)
+
+
+def test_a_line_between_two_commands_is_not_missed(tmp_path, environment):
+    """Regression: two fleets were started one after the other, and where the first was up before the second terminal
+    was there, its lines were awaited for ever."""
+    early = Step("bash", "1", "echo ear''ly\n")
+    walk([early, Step("bash", "2", "true\n"), Step("text", "1", "early\n")], environment, tmp_path)
+
+
+def test_a_command_that_has_ended_is_not_waited_for(tmp_path, environment):
+    """Regression: a line that a load's table lacked was awaited until the test's own timeout, which shows no screen."""
+    steps = [Step("bash", "1", "echo failed: 1\n"), Step("text", "1", "failed: 0\n")]
+    with pytest.raises(AssertionError, match=r"does not come: .*failed: 1"):
+        walk(steps, environment, tmp_path)
 
 
 def test_the_extras_that_the_page_asks_for_exist():
