@@ -91,8 +91,7 @@ class StructuredOutputsParams:
     reasoning: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given := self.kinds) != 1:
             got = " and ".join(given) or "nothing"
             raise RequestError(
                 f"structured_outputs must have exactly one of {', '.join(STRUCTURED_KINDS)}, got {got}; "
@@ -116,7 +115,24 @@ class StructuredOutputsParams:
                     field=f"structured_outputs.{name}",
                 )
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of STRUCTURED_KINDS that are given. False as `json` is a schema, which no value fits."""
+        values = {name: getattr(self, name) for name in STRUCTURED_KINDS}
+        return [
+            name
+            for name, value in values.items()
+            if value is not None and (value is not False or name == "json")
+        ]
 
+
+# Fields of SamplingParams that hold lists, and what may be given.
+LISTS = {
+    "stop": "a string or a list of strings",
+    "stop_token_ids": "a list of token ids",
+    "bad_words": "a list of strings",
+    "allowed_token_ids": "a list of token ids",
+}
 SAMPLING_SECTION, LENGTH_SECTION = "sampling", "length of an answer"
 
 
@@ -206,12 +222,14 @@ class SamplingParams:
 
     def _take_lists(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name, kind in LISTS.items():
             value = getattr(self, name)
             if value is None and name != "allowed_token_ids":
                 setattr(self, name, [])
-            elif value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
-                raise RequestError(f"{name} must be a list, got {value!r:.200}; put it in one", field=name)
+            elif value is not None and (
+                isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable)
+            ):
+                raise RequestError(f"{name} must be {kind}, got {value!r:.200}; give one", field=name)
             elif value is not None:
                 setattr(self, name, list(value))
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 from llguidance import LLMatcher, LLParserLimits
 
 from shoal.errors import RequestError
-from shoal.sampling_params import STRUCTURED_KINDS, StructuredOutputsParams
+from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar.javascript_regex import ascii_classes
 from shoal.text.grammar.json_schema import SchemaWriter, bounded, check_nesting, parsed
 from shoal.text.grammar.lark import lark_of, lark_text
@@ -52,8 +52,8 @@ def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
     message, approximated = _judged(grammar_of(params, closes_objects, left_out=left_out))
     if message is not None:
         raise RequestError(
-            f"structured_outputs.{_kind(params)} is not usable: {message}; correct or simplify it",
-            field=f"structured_outputs.{_kind(params)}",
+            f"structured_outputs.{params.kinds[0]} is not usable: {message}; correct or simplify it",
+            field=f"structured_outputs.{params.kinds[0]}",
         )
     for what in (*left_out, *approximated):
         _report(what)
@@ -73,7 +73,7 @@ def grammar_of(
     schema has no other keys than the schema names. With `is_dense`, JSON has no white space between its
     tokens. `params` may say otherwise.
     """
-    kind = _kind(params)
+    kind = params.kinds[0]
     if is_dense and params.disable_any_whitespace is None and params.whitespace_pattern is None:
         params = dataclasses.replace(params, disable_any_whitespace=True)
     if params.disable_additional_properties is not None:
@@ -159,7 +159,7 @@ def in_any_spelling(grammar: str) -> str:
 def texts_of(params: StructuredOutputsParams) -> str:
     """Returns the texts of a specification, without their backslashes before signs, for a search."""
     found: list[str] = []
-    todo: list[object] = [getattr(params, _kind(params)), params.reasoning]
+    todo: list[object] = [getattr(params, params.kinds[0]), params.reasoning]
     while todo:
         value = todo.pop()
         if isinstance(value, str):
@@ -199,10 +199,6 @@ def short(message: str) -> str:
     if "NoExtensionBias" in message:
         return "no text fits it"
     return message if len(message) <= 300 else f"{message[:200]} ... {message[-90:]}"
-
-
-def _kind(params: StructuredOutputsParams) -> str:
-    return next(name for name in STRUCTURED_KINDS if getattr(params, name) not in (None, False))
 
 
 def _json_grammar(params: StructuredOutputsParams, schemas: SchemaWriter) -> str:

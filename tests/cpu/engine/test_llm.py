@@ -601,8 +601,10 @@ def test_what_is_no_list_and_was_given_later_is_one_or_refused(name, build):
     """Regression: a text was taken for the list of its characters, each a stop string."""
     engine, params = build("llama"), greedy()
     setattr(params, name, 5)
-    with pytest.raises(ValueError, match=f"{name} must be a list, got 5"):
+    with pytest.raises(ValueError, match=f"{name} must be .*a list of .*, got 5; give one"):
         engine.generate([[1, 2]], params, use_tqdm=False)
+    with pytest.raises(ValueError, match=f"{name} must be .*a list of .*, got b'no'; give one"):
+        SamplingParams(**{name: b"no"})
     setattr(params, name, (7,) if name.endswith("ids") else ("no such text",))
     [output] = engine.generate([[1, 2]], params, use_tqdm=False)
     assert output.finished and isinstance(getattr(params, name), list)

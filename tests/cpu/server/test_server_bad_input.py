@@ -43,6 +43,11 @@ def check_error(status, text, expected):
             "choose one",
         ),
         (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+            "response_format must be a JSON schema, got False; send an object",
+        ),
+        (
             "/v1/responses",
             {"input": "x", "text": {"format": {"type": "xml"}}},
             "text.format.type: must be one of json_object, json_schema, text, got 'xml'; choose one",

@@ -441,6 +441,7 @@ def test_whitespace_of_json_is_bounded(text, is_taken):
         (dict(json="[]"), "must be a JSON schema, got"),
         (dict(json='"text"'), "must be a JSON schema, got"),
         (dict(json="false"), "must be a JSON schema, got"),
+        (dict(json=False), "must be a JSON schema, got"),
         (dict(json={"type": "text"}), "text"),
         (dict(json={"not": {"type": "string"}}), '"not"'),
         (dict(json={"properties": {"a": {"if": {}, "then": {"required": ["b"]}}}}), '"if", "then"'),
