@@ -421,20 +421,22 @@ class OllamaWriter:
     def last(self, reason: str, generation: Generation) -> bytes:
         """Returns the last object: all that was not sent yet, and how long the answer took."""
         prompt, [times] = generation.prompts[0], generation.times
-        # The time before the engine began it: reading, tokenizing, waiting, and waking a model that slept.
-        started = times.arrival + times.queued
+        # From arrival to start: reading, tokenizing, waiting, and waking a model that slept. From the first
+        # token to now, as in Ollama: clients divide by it after an answer of one token, too.
+        marks = self._arrival, times.arrival + times.queued, times.first, time.perf_counter()
+        arrival, started, first, now = map(_nanoseconds, marks)
         found = {**self._head(True), **self._take(len(self._calls)), "done_reason": reason}
         if self.gives_context:
             found["context"] = [*prompt.token_ids, *self._token_ids]
         return encode(
             {
                 **found,
-                "total_duration": _nanoseconds(time.perf_counter() - self._arrival),
-                "load_duration": _nanoseconds(started - self._arrival),
+                "total_duration": now - arrival,
+                "load_duration": started - arrival,
                 "prompt_eval_count": generation.usage.prompt_tokens,
-                "prompt_eval_duration": _nanoseconds(times.first - started),
+                "prompt_eval_duration": max(0, first - started),
                 "eval_count": generation.usage.completion_tokens,
-                "eval_duration": _nanoseconds(times.last - times.first),
+                "eval_duration": now - first,
             }
         )
 

@@ -74,6 +74,17 @@ def test_a_chat_is_a_stream_of_lines_unless_stream_is_false(served):
     assert served.last_prompt() == "<user>Hi<assistant>"
 
 
+def test_an_answer_of_one_token_takes_time(served):
+    """Regression: its eval_duration was 0, and clients divide by it."""
+    served.say("abc")
+    for answer in (
+        chat(served, options={"num_predict": 1}),
+        stream(served, "/api/chat", {"messages": [USER], "options": {"num_predict": 1}})[-1],
+    ):
+        assert answer["eval_count"] == 1
+        assert 0 < answer["eval_duration"] <= answer["total_duration"]
+
+
 def test_a_text_is_answered_through_the_template_or_raw(served):
     served.say("Yes.")
     body = {"prompt": "Is it?", "system": "Be brief."}
