@@ -82,7 +82,7 @@ def walk(steps: list[Step], environment: dict[str, str], cwd: Path) -> None:
             for words in _commands(step):
                 if step.kind == "bash":
                     shell.await_prompt()
-                # Of two fleets that are started one after the other, the first may be up before the second command is typed.
+                # The first of two fleets that are started one after the other may be up before the second command is typed.
                 if was_read:
                     for each in shells.values():
                         each.mark = len(each.screen)

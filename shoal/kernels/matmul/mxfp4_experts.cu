@@ -3,10 +3,10 @@
 // MX_NEXT_STEPS steps of the next matmul (0: this is the second one), MX_ACTIVATION, MX_ROWS rows of a tile at most, and, where a
 // row is short enough for mxfp4_slots, MX_SLOT_SHARED_BYTES of its programs.
 //
-// Programs stay on their SMs. Each has strips that follow one another in memory, of about as many bytes as any other
-// program's. One thread keeps a ring of shared memory filled, by copies of 6.5 KB of a strip and of all rows of a tile. Four
-// warpgroups have a strip each. A thread's words become the registers that are wgmma's left operand; rows are its right one,
-// 8 to 128 of them, as many as a tile has.
+// Programs stay on their SMs. Each has strips that follow one another in memory, which take about as long as any other program's.
+// One thread keeps a ring of shared memory filled, by copies of 6.5 KB of a strip and of all rows of a tile. Four warpgroups have
+// a strip each. A thread's words become the registers that are wgmma's left operand; rows are its right one, 8 to 128 of them, as
+// many as a tile has.
 
 #include "hopper.cuh"
 
@@ -196,6 +196,31 @@ __device__ __forceinline__ void multiply_strip(const Arguments& a, int4 tile, in
   }
 }
 
+// Time of a strip of a tile: that of widening, and that of a matmul, which grows with the rows.
+__device__ __forceinline__ int strip_time(int rows) { return 10 + eights(rows); }
+
+// Returns where the strips of program `which` and of the next one begin, by a warp. They are numbered tile after tile, and each
+// program has as much of the time of all.
+__device__ __forceinline__ int2 share_of(const Arguments& a, int which, int programs) {
+  int used = __ldcg(a.used), lane = threadIdx.x % 32, total = 0, before = 0;
+  for (int tile = lane; tile < used; tile += 32) total += strip_time(__ldcg(&a.tiles[tile].z));
+  i64 all = (i64)__reduce_add_sync(~0u, total) * STRIPS, low = all * which / programs, high = all * (which + 1) / programs;
+  int2 share = make_int2(0, 0);  // A lane has the ends that lie in its tiles, and zeros for others.
+  for (int begin = 0; begin < used; begin += 32) {
+    int tile = begin + lane, time = tile < used ? strip_time(__ldcg(&a.tiles[tile].z)) : 0, end = time;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += other;
+    }
+    i64 first = (i64)(before + end - time) * STRIPS, last = (i64)(before + end) * STRIPS;
+    if (low >= first && low < last) share.x = tile * STRIPS + (int)((low - first + time - 1) / time);
+    if (high > first && high <= last) share.y = tile * STRIPS + (int)((high - first + time - 1) / time);
+    before += __shfl_sync(~0u, end, 31);
+  }
+  return make_int2(__reduce_add_sync(~0u, share.x), __reduce_add_sync(~0u, share.y));
+}
+
 // Strips that a program multiplies at once: of one tile, beside one another.
 struct Group {
   int4 tile;
@@ -221,16 +246,18 @@ __device__ __forceinline__ void copy_rows(const Arguments& a, const Group& group
 
 // The work of one thread.
 __device__ __forceinline__ void fill(const Arguments& a, int at, int end, Ring ring) {
+  Group next(a, at, end);
 #pragma unroll 1
   while (at < end) {
-    Group group(a, at, end);
+    Group group = next;
+    at += group.count;
+    next = Group(a, at, end);  // It is on its way while this one is copied.
 #pragma unroll 1
     for (int round = 0; round < ROUNDS; ++round, ring.advance()) {
       wait(ring.free(), ring.parity ^ 1);
       copy_weights(a, group, round, ring);
       copy_rows(a, group, round, ring);
     }
-    at += group.count;
   }
 }
 
@@ -243,12 +270,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_experts(const __g
     for (int i = 0; i < PLACES; ++i) make_barrier(ring.full() + i * 8, 1), make_barrier(ring.free() + i * 8, WARPGROUPS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   }
-  __syncthreads();
   int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int2& share = *(int2*)(dynamic + (ring.memory - shared_address(dynamic)) + PLACES * (PLACE + 16));  // behind the barriers
   wait_for_previous();
   start_next();
-  i64 strips = (i64)__ldcg(a.used) * STRIPS;
-  int at = strips * blockIdx.y / gridDim.y, end = strips * (blockIdx.y + 1) / gridDim.y;
+  if (threadIdx.x < 32) {
+    int2 found = share_of(a, blockIdx.y, gridDim.y);
+    if (threadIdx.x == 0) share = found;
+  }
+  __syncthreads();
+  int at = share.x, end = share.y;
   if (warpgroup == WARPGROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x % 128 == 0) fill(a, at, end, ring);

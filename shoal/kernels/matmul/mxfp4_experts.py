@@ -48,7 +48,7 @@ STRIP, STEP = 64, 64  # weight rows and inputs
 ROUND = 3  # steps that are copied at once; constant of mxfp4_experts.cu, as are the next two
 STEP_BYTES = 2048 + 128  # words, scales
 THREADS = 5 * 128
-# Of two words' pairs: where the bits of a weight are, sign, exponent and mantissa, as (word, bit).
+# Where the pairs of two words have a weight's sign, exponent and mantissa, as (word, bit).
 PAIRS = tuple(
     (*(tuple((word, bit - shift) for bit in (15, 8, 7, 6)) for shift in (0, 3, 6)), left)
     for word, left in enumerate((((0, 14), (1, 14), (1, 13), (0, 13)), ((0, 11), (1, 11), (1, 10), (0, 10))))
