@@ -32,6 +32,7 @@ from shoal.kernels.rounding import next_power_of_2
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # A running maximum starts here. It is finite, so that a tile without any visible key adds 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
+NARROW_WINDOW: tl.constexpr = tl.constexpr(128)  # keys of a window that is read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,16 @@ def queries_per_tile(group: int, queries: int, head_dim: int, dtype: torch.dtype
     return min(queries, max(1, most_rows // group))
 
 
-def prefill_tiles(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> AttentionTiles:
+def prefill_tiles(
+    head_dim: int, dtype: torch.dtype, fp8: bool = False, window: int | None = None
+) -> AttentionTiles:
     if dtype == torch.float32:
         if head_dim > 256:
             return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(32, 32, 4, 2) if head_dim <= 64 else AttentionTiles(32, 16, 8, 2)
     if head_dim <= 128:
-        return AttentionTiles(128, 64, 8, 3)
+        narrow = window is not None and window <= NARROW_WINDOW.value and head_dim <= 64
+        return AttentionTiles(128, 32, 4, 3) if narrow else AttentionTiles(128, 64, 8, 3)
     if has_large_shared_memory() and not fp8:
         return AttentionTiles(128, 64, 8, 2) if head_dim <= 256 else AttentionTiles(64, 32, 8, 2)
     return large_head_tiles(head_dim, fp8)
@@ -852,11 +856,15 @@ def prefill_kernel(
         scale_log2 *= tl.load(scales_ptr + kv_head)
 
     acc, total, highest = _begin_softmax(sinks_ptr, heads, is_row & (split == 0), HAS_SINKS, BLOCK_M, N_PAD)
+    # A narrow window is one range, so that the next tiles are on their way.
+    NARROW: tl.constexpr = WINDOW > 0 and WINDOW <= NARROW_WINDOW
     if WINDOW > 0:
         # Tiles begin with the first key of a window, because blocks before it may be other sequences' by now.
         begin = _first_key(first_pos, WINDOW, IN_CHUNKS)
         middle = begin + tl.cdiv(_first_key(end - 1, WINDOW, IN_CHUNKS) - begin, BLOCK_N) * BLOCK_N
         diagonal = middle + tl.maximum(first_pos + 1 - middle, 0) // BLOCK_N * BLOCK_N
+        if NARROW:
+            middle = end
         acc, total, highest = _attend_range(
             acc,
             total,
@@ -881,54 +889,55 @@ def prefill_kernel(
             FP8,
             SOFTCAP,
         )
-    acc, total, highest = _attend_range(
-        acc,
-        total,
-        highest,
-        q,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        query_pos,
-        middle,
-        diagonal,
-        scale_log2,
-        stride_k,
-        N,
-        BLOCK_SIZE,
-        WINDOW,
-        IN_CHUNKS,
-        BLOCK_N,
-        N_PAD,
-        PAGED,
-        False,
-        FP8,
-        SOFTCAP,
-    )
-    acc, total, highest = _attend_range(
-        acc,
-        total,
-        highest,
-        q,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        query_pos,
-        diagonal,
-        end,
-        scale_log2,
-        stride_k,
-        N,
-        BLOCK_SIZE,
-        WINDOW,
-        IN_CHUNKS,
-        BLOCK_N,
-        N_PAD,
-        PAGED,
-        True,
-        FP8,
-        SOFTCAP,
-    )
+    if not NARROW:
+        acc, total, highest = _attend_range(
+            acc,
+            total,
+            highest,
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            query_pos,
+            middle,
+            diagonal,
+            scale_log2,
+            stride_k,
+            N,
+            BLOCK_SIZE,
+            WINDOW,
+            IN_CHUNKS,
+            BLOCK_N,
+            N_PAD,
+            PAGED,
+            False,
+            FP8,
+            SOFTCAP,
+        )
+        acc, total, highest = _attend_range(
+            acc,
+            total,
+            highest,
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            query_pos,
+            diagonal,
+            end,
+            scale_log2,
+            stride_k,
+            N,
+            BLOCK_SIZE,
+            WINDOW,
+            IN_CHUNKS,
+            BLOCK_N,
+            N_PAD,
+            PAGED,
+            True,
+            FP8,
+            SOFTCAP,
+        )
     if FP8:
         acc *= tl.load(scales_ptr + G + kv_head)
     result = acc / total[:, None]
@@ -1004,8 +1013,10 @@ def prefill_attention(
         and kv_layer.stride()[3:] == (head_dim, 1)
     )
     assert block_tables_RM.stride(1) == 1
-    if tiles is None:
-        tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype, scales_2G is not None)
+    if tiles is None and splits == 1:
+        tiles = prefill_tiles(head_dim, q_THN.dtype, scales_2G is not None, window)
+    elif tiles is None:
+        tiles = chunk_tiles(head_dim, q_THN.dtype, scales_2G is not None)
     block_m = max(tiles.block_m, next_power_of_2(group))
     num_seqs = kv_lens_S.shape[0] - first_seq
     num_tasks = num_prefill_tasks(num_tokens, num_seqs, num_kv_heads, block_m // group)
