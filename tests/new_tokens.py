@@ -23,6 +23,7 @@ class Case:
         norms: bool = True,
         ropes: bool = True,
         window: int | None = None,
+        sinks: bool = False,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -42,6 +43,7 @@ class Case:
         self.qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * size).to(BF16).to(device)
         self.norms = tuple((1 + 0.2 * torch.randn(2, size)).to(BF16).to(device)) if norms else (None, None)
         self.cos_sin = torch.randn(most + 1, size).to(device) if ropes else None
+        self.sinks = (2 * torch.randn(heads)).to(device) if sinks else None
         self.rows = torch.tensor(rows, dtype=torch.int32, device=device)
         self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
         self.positions, self.tables, self.cache = self.lens - 1, tables.to(device), cache.to(device)
@@ -51,7 +53,7 @@ class Case:
 
     def inputs(self) -> tuple:
         rope = 1e-6, self.cos_sin, self.positions, self.rows, self.tables, self.layer()
-        return (self.qkv, *self.norms, *rope, self.lens, self.size**-0.5)
+        return (self.qkv, *self.norms, *rope, self.lens, self.size**-0.5, self.sinks)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the chain, [T, H * N], and the cache's layer after it."""
@@ -62,9 +64,9 @@ class Case:
         qk_norm_rope_store(qkv, *norms, 1e-6, cos_sin, lens - 1, rows, tables, LayerCache(cache))
         q_THN = qkv.view(len(qkv), -1, self.size)[:, : self.heads]
         starts = torch.arange(len(qkv) + 1, dtype=torch.int32)
-        out = paged_attention(
-            q_THN.float(), cache.float(), starts, lens, rows, tables, self.size**-0.5, self.window
-        )
+        given = q_THN.float(), cache.float(), starts, lens, rows, tables, self.size**-0.5
+        sinks = None if self.sinks is None else self.sinks.cpu()
+        out = paged_attention(*given, self.window, sinks_H=sinks)
         return out.reshape(len(qkv), -1), cache
 
 

@@ -19,6 +19,7 @@ from shoal.attention.hopper_prefill import HopperPrefill
 from shoal.attention.splits import (
     CUT,
     CUT_SPLITS,
+    FULL_SPLIT,
     PREFIX_PROGRAMS_PER_SM,
     PROGRAMS_PER_SM,
     SHARE_FROM,
@@ -154,6 +155,7 @@ class TritonBackend:
             num_cut, splits = CUT, CUT_SPLITS
         else:
             splits = decode_splits(*sizes)
+        short = cache.window is not None and cache.window <= FULL_SPLIT  # one program's keys at any length
         parts, prefix_lens_S = 0, None
         if step.prefixes is not None and cache.window is None and step.num_decodes >= SHARE_FROM:
             parts = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms)
@@ -183,12 +185,12 @@ class TritonBackend:
             tables_RM,
             self.workspace,
             step.num_decodes,
-            splits,
+            None if short else splits,
             self.scale,
             min_split=MIN_SPLIT,
             prefix_lens_S=prefix_lens_S,
             max_parts=parts,
-            num_cut=num_cut,
+            num_cut=None if short else num_cut,
             queries=step.queries,
             softcap=self.softcap,
             sinks_H=sinks_H,

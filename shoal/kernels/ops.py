@@ -151,6 +151,7 @@ class Ops(Protocol):
         cache: LayerCache,
         kv_lens_T: torch.Tensor,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Returns None on devices without such a kernel. The layer then calls qk_norm_rope_store and its
         backend."""

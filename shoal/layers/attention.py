@@ -55,8 +55,8 @@ class Attention(nn.Module):
         self.q_norm = build_head_norm(config, kind, ops)
         self.k_norm = build_head_norm(config, kind, ops) if kind.kv_layer is None else None
         self.sinks = HeadNumbers(kind.num_heads, tp) if kind.sinks else None
-        # attend_new_tokens takes norms of q and k, a rotation and a window, and nothing else
-        additions = kind.softcap, kind.sinks, kind.qk_rms, kind.v_norm, kind.query_scaling, kind.in_chunks
+        # attend_new_tokens takes norms of q and k, a rotation, a window and sinks, and nothing else
+        additions = kind.softcap, kind.qk_rms, kind.v_norm, kind.query_scaling, kind.in_chunks
         self.is_plain = not any(additions) and kind.kv_layer is None and not kind.v_is_k
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
@@ -83,8 +83,9 @@ class Attention(nn.Module):
         given, cache, cos_sin, select_S = step
         tokens = given.positions_T, given.rows_T, given.block_tables[cache.table]
         inputs = qkv, q_norm, k_norm, self.eps, cos_sin, *tokens, cache
+        sinks_H = None if self.sinks is None else self.sinks.values_H
         if self.is_plain and select_S is None and given.num_decodes == len(qkv):  # a token of each sequence
-            out = self.ops.attend_new_tokens(*inputs, given.kv_lens_S, self.shape.scale)
+            out = self.ops.attend_new_tokens(*inputs, given.kv_lens_S, self.shape.scale, sinks_H)
             if out is not None:
                 return out, residual_TD
         self.ops.qk_norm_rope_store(
@@ -102,7 +103,6 @@ class Attention(nn.Module):
             q_THN, k_TGN, v_TGN = qkv.view(-1, h + 2 * g, n).split((h, g, g), dim=1)
         else:
             q_THN, k_TGN, v_TGN = qkv.view(-1, h, n), None, None
-        sinks_H = None if self.sinks is None else self.sinks.values_H
         out_THN = self.backend.attend(q_THN, k_TGN, v_TGN, cache, given, select_S is not None, sinks_H)
         out = out_THN.view(-1, h * n)
         return (out, residual_TD) if select_S is None else (out[select_S], residual_TD[select_S])

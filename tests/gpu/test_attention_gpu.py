@@ -178,7 +178,7 @@ def test_decode_at_the_sizes_that_are_measured(lengths: list[int]) -> None:
     [[9000, 7000, 2000] + [300] * 120, [300] * 120 + [9000, 7000], [20_000] * 20 + [64] * 200 + [0] * 36],
     ids=len,
 )
-@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("window", [None, 128, 4096])
 def test_a_large_batch_with_some_long_contexts(lengths: list[int], window: int | None) -> None:
     case = Case(decodes(lengths), num_decodes=len(lengths))
     case.check(case.attend(window), window)

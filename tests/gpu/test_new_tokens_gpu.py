@@ -24,6 +24,8 @@ CASES = {
     "long": ([40_000], 4, 2, 64),
     "plain": ([90, 500], 8, 8, 64, False, False),
     "window": ([1640, 30], 16, 4, 128, True, True, 512),
+    "gpt-oss-20b": ([1500], 64, 8, 64, False, True, None, True),
+    "gpt-oss-20b, a window": ([1500, 130], 64, 8, 64, False, True, 128, True),
 }
 
 

@@ -20,7 +20,7 @@ constexpr int MOST_PROGRAMS = 16;  // of a cluster
 constexpr int OUTS = GROUP * N;  // of a kv head
 constexpr bool IN_TURN = SLOTS == 1;  // Keys make place for the next block's before the values are multiplied.
 constexpr int JOBS = (GROUP + 2 + WARPS - 1) / WARPS;  // heads of q, k or v that a warp norms and rotates
-constexpr float LOWEST = -1e30f;
+constexpr float LOWEST = -1e30f, LOG2_E = 1.4426950408889634f;
 
 #ifndef EMULATED  // A test runs this file on a CPU, with functions of its own in place of these.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -132,6 +132,7 @@ struct Arguments {
   const u16* q_norm;     // [N] or null
   const u16* k_norm;
   const float* cos_sin;  // [positions, N] or null
+  const float* sinks;    // [H] or null: logits of keys without values
   const int* positions;  // [T]
   const int* rows;       // [T]
   const int* lens;       // [T], with the new token
@@ -332,6 +333,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend_new_tokens(const
   float acc[N / 16][4], highest[2] = {LOWEST, LOWEST}, total[2] = {};
 #pragma unroll
   for (int i = 0; i < N / 16; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+  if (a.sinks && rank == 0 && warp == 0) {  // One warp of a cluster begins with them.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int of_group = lane % 4 * 2 + i;
+      if (of_group < GROUP) highest[i] = a.sinks[head * GROUP + of_group] * LOG2_E, total[i] = lane < 4 ? 1.0f : 0.0f;
+    }
+  }
 #pragma unroll 1
   for (int turn = 0; warp + turn * WARPS < count; ++turn) {
     u16 *keys = s.keys[warp][turn % SLOTS], *values = s.values[warp][turn % SLOTS];

@@ -37,7 +37,7 @@ FEWEST_PROGRAMS = 32  # Fewer read long contexts slowly.
 HEAD_SIZES = (64, 128)
 MOST_HEADS = 8  # query heads of a kv head: rows of a tensor core's tile
 WARPS, KEYS = 8, 16  # constants of new_tokens.cu
-POINTERS = "qkv q_norm k_norm cos_sin positions rows lens tables cache out"
+POINTERS = "qkv q_norm k_norm cos_sin sinks positions rows lens tables cache out"
 STRIDES = "table_stride block_stride kv_stride head_stride"
 
 
@@ -93,6 +93,7 @@ def attend_new_tokens(
     cache: LayerCache,
     kv_lens_T: torch.Tensor,
     scale: float,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes k and v into the cache and returns what attention gives, [T, H * N]; q, k and v are left as they
     are. Padding tokens get zeros. Returns None and does nothing where this kernel is not for such tokens."""
@@ -105,9 +106,10 @@ def attend_new_tokens(
         return None
     cluster, function = found
     assert qkv_TX.is_contiguous() and (q_weight is None) == (k_weight is None)
+    assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
     out_TX = empty_matmul_input(qkv_TX, num_tokens, num_heads * head_dim)
     tokens = positions_T, rows_T, kv_lens_T, block_tables_RM
-    tensors = qkv_TX, q_weight, k_weight, cos_sin, *tokens, cache.blocks, out_TX
+    tensors = qkv_TX, q_weight, k_weight, cos_sin, sinks_H, *tokens, cache.blocks, out_TX
     arguments = arguments_of(tensors, eps, scale, cache.window)
     function.launch((cluster, num_kv_heads, num_tokens), 32 * WARPS, arguments)
     return out_TX
@@ -141,7 +143,7 @@ def arguments_of(
     tensors: tuple[torch.Tensor | None, ...], eps: float, scale: float, window: int | None
 ) -> Arguments:
     """Returns the kernel's parameter. `tensors`: in the order of POINTERS. `window`: as in LayerCache."""
-    tables, cache = tensors[7], tensors[8]
+    tables, cache = tensors[8], tensors[9]
     assert tables is not None and cache is not None and cache.stride()[3:] == (cache.shape[4], 1)
     return Arguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),

@@ -53,6 +53,8 @@ def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
         if head_dim > 256:
             return AttentionTiles(16, 16, 8, 1)
         return AttentionTiles(16, 32 if head_dim <= 64 else 16, 4, 2)
+    if head_dim <= 64:
+        return AttentionTiles(16, 64, 2, 2)
     if head_dim <= 128:
         return AttentionTiles(16, 32, 2, 3)
     # Three stages of larger heads would leave room for two programs on an SM, or for one.
@@ -317,6 +319,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     SHARED: tl.constexpr,
+    SPLIT: tl.constexpr,
     CUT: tl.constexpr,
     LENGTHS: tl.constexpr,
     FP8: tl.constexpr,
@@ -399,13 +402,18 @@ def decode_kernel(
                 )
             least = tl.sum(lens, axis=0) // tl.maximum(num_lens, 1) * 3 // 2
         min_split = tl.maximum(min_split, least)
-    split_len = tl.cdiv(tl.maximum(tl.cdiv(stop - start, splits), min_split), BLOCK_N) * BLOCK_N
-    active = tl.cdiv(stop - start, split_len)
-    if QUERIES > 1:
-        active = tl.maximum(active, 1)  # a tile of padding sees no key
-    # It leaves without waiting, because the first split waits. The next kernel gets its registers at once.
-    if split >= tl.maximum(active, 1):
-        return
+    begin = start
+    end = stop
+    active = 1
+    if SPLIT:
+        split_len = tl.cdiv(tl.maximum(tl.cdiv(stop - start, splits), min_split), BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(stop - start, split_len), 1)  # A padded row or tile sees no key.
+        # It leaves without waiting, because the first split waits. The next kernel gets its registers at
+        # once.
+        if split >= active:
+            return
+        begin += split * split_len
+        end = tl.minimum(begin + split_len, stop)
 
     rows = tl.arange(
         0, BLOCK_M
@@ -429,8 +437,6 @@ def decode_kernel(
     acc, total, highest = _begin_softmax(
         sinks_ptr, kv_head * GROUP + rows % GROUP, is_row & (split == 0), HAS_SINKS, BLOCK_M, N_PAD
     )
-    begin = start + split * split_len
-    end = tl.minimum(begin + split_len, stop)
     columns = tl.arange(0, BLOCK_N)
     blocks = tl.load(
         table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg"
@@ -496,34 +502,35 @@ def decode_kernel(
         tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask)
         return
 
-    result = acc / total[:, None]
-    tl.store(partial_ptr + split * TILE_ROWS * N + slots, result, mask=row_mask)
-    tl.store(lse_ptr + split * TILE_ROWS + rows, highest + tl.log2(total), mask=is_row)
-    # All threads have stored before one of them says so (release), and that one has heard of the other
-    # programs before any thread reads (acquire).
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
-    if arrived == active - 1:
-        tl.store(arrived_ptr + task, 0)
+    if SPLIT:
+        result = acc / total[:, None]
+        tl.store(partial_ptr + split * TILE_ROWS * N + slots, result, mask=row_mask)
+        tl.store(lse_ptr + split * TILE_ROWS + rows, highest + tl.log2(total), mask=is_row)
+        # All threads have stored before one of them says so (release), and that one has heard of the other
+        # programs before any thread reads (acquire).
         tl.debug_barrier()
-        _combine_splits(
-            out_ptr,
-            partial_ptr,
-            lse_ptr,
-            active,
-            parts,
-            splits,
-            first_query,
-            stride_out,
-            SHARED,
-            GROUP,
-            N,
-            QUERIES,
-            TILE_QUERIES,
-            ROWS,
-            N_PAD,
-            CHUNK,
-        )
+        arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
+        if arrived == active - 1:
+            tl.store(arrived_ptr + task, 0)
+            tl.debug_barrier()
+            _combine_splits(
+                out_ptr,
+                partial_ptr,
+                lse_ptr,
+                active,
+                parts,
+                splits,
+                first_query,
+                stride_out,
+                SHARED,
+                GROUP,
+                N,
+                QUERIES,
+                TILE_QUERIES,
+                ROWS,
+                N_PAD,
+                CHUNK,
+            )
 
 
 def decode_attention(
@@ -535,7 +542,7 @@ def decode_attention(
     block_tables_RM: torch.Tensor,
     workspace: DecodeWorkspace,
     num_seqs: int,
-    splits: int,
+    splits: int | None,
     scale: float,
     tiles: AttentionTiles | None = None,
     min_split: int = 64,
@@ -549,7 +556,8 @@ def decode_attention(
     """Writes out_THN of the queries of each sequence s < num_seqs: its last `queries` tokens, which are
     q_THN[s * queries] and the next ones.
 
-    `min_split` is the fewest keys that are worth a program of their own. With `num_cut`, only the first
+    splits: the most programs that share a tile's keys. None: never several, so the kernel has no code for
+    it. `min_split` is the fewest keys that are worth a program of their own. With `num_cut`, only the first
     `num_cut` sequences may be split, which should be the longest, and only if they have more than 1.5 times
     the mean's keys. That takes one query for each sequence.
 
@@ -568,6 +576,7 @@ def decode_attention(
     num_tiles = num_seqs * -(-queries // tile_queries)
     assert block_tables_RM.stride(1) == 1 and num_tiles * num_kv_heads <= workspace.arrived.numel()
     shared = prefix_lens_S is not None
+    may_split, splits = splits is not None, splits or 1
     assert num_cut is None or (0 < num_cut <= num_seqs and queries == 1)
     assert not (shared and window) and (shared or max_parts == 0)
     num_partials = num_tiles * num_kv_heads * (splits + max_parts) * tile_queries * group
@@ -608,6 +617,7 @@ def decode_attention(
         WINDOW=window or 0,
         IN_CHUNKS=cache.in_chunks,
         SHARED=shared,
+        SPLIT=may_split,
         CUT=num_cut or 0,
         LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
         FP8=fp8,
@@ -619,8 +629,9 @@ def decode_attention(
         BLOCK_N=tiles.block_n,
         N_PAD=head_dim_pad,
         ROWS=rows,
-        # With a prefix most programs combine few results, so a large tile would be mostly masked.
-        CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),
+        # With a prefix, and in large batches, most programs combine few results, so a large tile would be
+        # mostly masked. And its registers, which all programs have, leave room for fewer of them on an SM.
+        CHUNK=max(2, (8192 if num_cut is None and not shared else 2048) // (rows * head_dim_pad)),
         num_warps=max(tiles.num_warps, min(rows // 8, 4)),
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,

@@ -31,6 +31,8 @@ CASES = {
     "more than slots": ([2600], 1, 1, 64),
     "plain": ([90], 2, 1, 64, False, False),
     "window": ([700, 30], 2, 1, 64, True, True, 100),
+    "sinks": ([60, 400], 4, 1, 64, False, True, None, True),
+    "sinks and a window": ([0, 1, 300], 16, 2, 64, False, True, 128, True),
 }
 
 
@@ -53,7 +55,16 @@ def test_equals_the_chain(name: str, tmp_path: Path) -> None:
     )
     expected, cache = case.expected()
     out = torch.full((tokens, case.heads * case.size), float("nan"), dtype=BF16)
-    pointers = (case.qkv, *case.norms, case.cos_sin, case.positions, case.rows, case.lens, case.tables)
+    pointers = (
+        case.qkv,
+        *case.norms,
+        case.cos_sin,
+        case.sinks,
+        case.positions,
+        case.rows,
+        case.lens,
+        case.tables,
+    )
     arguments = arguments_of((*pointers, case.layer().blocks, out), 1e-6, case.size**-0.5, case.window)
     used = ctypes.CDLL(str(library)).run(ctypes.byref(arguments))
     assert used <= kernel.shared_bytes() <= used + 256
