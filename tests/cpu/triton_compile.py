@@ -151,6 +151,7 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
     triton.runtime.driver.set_active(driver)
     spec.loader.exec_module(module)
     launched: list[Compiled] = []
+    examined: dict[str, Compiled] = {}
     compile_only = JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -163,11 +164,12 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
                 )
             )
             return None
-        cubin = kernel.asm["cubin"]
-        registers, spilled = _resources(cubin)
-        loops = _matmul_loops(cubin) if spilled or driver.capability == 90 else []
-        launched.append(
-            Compiled(
+        if kernel.hash not in examined:
+            cubin = kernel.asm["cubin"]
+            registers, spilled = _resources(cubin)
+            # It takes a third of a second, and the other kernels have nothing to look for.
+            loops = _matmul_loops(cubin) if spilled or "wgmma" in kernel.asm["ptx"] else []
+            examined[kernel.hash] = Compiled(
                 self.__name__,
                 driver.capability,
                 kernel.metadata.num_warps,
@@ -177,7 +179,7 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
                 len({line for loop in loops for line in loop if re.search(r"\b(LDL|STL)\b", line)}),
                 sum(_overwritten(loop) for loop in loops),
             )
-        )
+        launched.append(examined[kernel.hash])
         return kernel
 
     JITFunction.run = run

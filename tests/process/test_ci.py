@@ -31,6 +31,7 @@ def run(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (tmp_path / "Makefile").write_text(f"test:\n\t{sys.executable} -m pytest tests\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take two seconds to import, for each pytest
 
     def run(tests):
         (tmp_path / "tests" / "test_some.py").write_text(tests)

@@ -13,7 +13,7 @@ from tests.terminal import DEADLINE_S, Terminal
 
 
 def chat(i, text, **body):
-    body = {"model": "smollm2", "messages": [{"role": "user", "content": text}], "max_tokens": 200, **body}
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": text}], "max_tokens": 120, **body}
     return {"custom_id": f"request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
@@ -26,7 +26,7 @@ LINES = [
         "body": {"model": "smollm2", "input": "a shoal of fish"},
     },
     chat("too-long", "word " * 9000),
-    *(chat(i, f"Write a story about {i} fish.", ignore_eos=True) for i in range(1, 11)),
+    *(chat(i, f"Write a story about {i} fish.", ignore_eos=True) for i in range(1, 7)),
 ]
 OPTIONS = ("--model", "smollm2", "--max-num-seqs", "2", "--max-model-len", "2048")
 

@@ -100,6 +100,7 @@ for dtype in (torch.float32, torch.float16):
     LAUNCHES[f"glm-4.7-flash {dtype}"] = lambda dtype=dtype: launch(PUBLISHED["glm-4.7-flash"], dtype, 100, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles(compiled, case):
     check_kernels(compiled[case], max_spilled=256)
