@@ -21,7 +21,7 @@ from shoal.engine import answers, llm, resolve
 from shoal.engine.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.kernels.sampling import reference
-from shoal.sampling_params import StructuredOutputsParams
+from shoal.sampling_params import LISTS, StructuredOutputsParams
 from shoal.text import request_builder
 from shoal.text.request_builder import copy_params
 from tests import tiny
@@ -601,9 +601,9 @@ def test_what_is_no_list_and_was_given_later_is_one_or_refused(name, build):
     """Regression: a text was taken for the list of its characters, each a stop string."""
     engine, params = build("llama"), greedy()
     setattr(params, name, 5)
-    with pytest.raises(ValueError, match=f"{name} must be .*a list of .*, got 5; give one"):
+    with pytest.raises(ValueError, match=f"{name} must be {LISTS[name]}, got 5; give one"):
         engine.generate([[1, 2]], params, use_tqdm=False)
-    with pytest.raises(ValueError, match=f"{name} must be .*a list of .*, got b'no'; give one"):
+    with pytest.raises(ValueError, match=f"{name} must be {LISTS[name]}, got b'no'; give one"):
         SamplingParams(**{name: b"no"})
     setattr(params, name, (7,) if name.endswith("ids") else ("no such text",))
     [output] = engine.generate([[1, 2]], params, use_tqdm=False)
